@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is written in two places says the same, and every source file names its license."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nvflare_lazy
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+SOURCE_DIRS = ("nvflare_lazy", "tests", "integration_tests", "benchmarks", "examples", "job_templates")
+SPDX = "# SPDX-License-Identifier: Apache-2.0"
+
+
+@pytest.fixture(scope="module")
+def pyproject() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_changelog_begins_with_the_version_of_the_project(pyproject):
+    """Whoever raises the version writes down what changed."""
+    newest = re.search(r"^## \[([^]]+)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == pyproject["project"]["version"]
+
+
+def test_package_knows_its_version(pyproject):
+    """`nvflare_lazy.__version__` is a literal, so that it costs nothing; it must not go stale."""
+    assert nvflare_lazy.__version__ == pyproject["project"]["version"]
+
+
+def test_every_source_file_begins_with_its_license():
+    """The first line, or the second after a `#!`, is the SPDX line."""
+    files = [path for name in SOURCE_DIRS for path in (ROOT / name).rglob("*.py")]
+    assert files
+    unlicensed = [path for path in files if SPDX not in _first_two_lines(path)]
+    assert unlicensed == []
+
+
+def test_every_public_method_is_documented():
+    """By itself or by the method it overrides, which ruff cannot know."""
+    undocumented = [
+        f"{cls.__module__}.{cls.__qualname__}.{name}"
+        for cls in _public_classes()
+        for name, member in vars(cls).items()
+        if not name.startswith("_")
+        if callable(member) or isinstance(member, (property, staticmethod, classmethod))
+        if not inspect.getdoc(getattr(cls, name))
+    ]
+    assert undocumented == []
+
+
+def test_constraints_cover_what_the_package_depends_on(pyproject):
+    """A dependency without a pin would make `make setup` install something else every month."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {_normalized(line) for line in lines if "==" in line}
+    project = pyproject["project"]
+    wanted = {_normalized(line) for line in project["dependencies"] + project["optional-dependencies"]["dev"]}
+    assert wanted - pinned == set()
+
+
+def _public_classes() -> Iterator[type]:
+    for found in pkgutil.walk_packages(nvflare_lazy.__path__, "nvflare_lazy."):
+        if found.name.endswith("__main__"):
+            continue
+        for name, cls in inspect.getmembers(importlib.import_module(found.name), inspect.isclass):
+            if cls.__module__ == found.name and not name.startswith("_"):
+                yield cls
+
+
+def _first_two_lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()[:2]
+
+
+def _normalized(requirement: str) -> str:
+    name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
+    return re.sub(r"[-_.]+", "-", name).lower()
