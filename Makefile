@@ -23,10 +23,10 @@ setup: $(STAMP) ## Create .venv with everything in it
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; \
 	for python in $(PYTHON) python3.11 python3; do \
-	    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then found="$$python"; break; fi; \
+	    if "$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then found="$$python"; break; fi; \
 	done; \
 	if [ -z "$${found:-}" ]; then \
-	    echo "nvflare-lazy needs Python 3.10 or newer, and found neither python3.11 nor a python3 that is." >&2; \
+	    echo "nvflare-lazy needs Python 3.10 or newer with venv; neither python3.11 nor python3 is that." >&2; \
 	    echo "Install one, or name it: make setup PYTHON=/path/to/python" >&2; \
 	    exit 1; \
 	fi; \
