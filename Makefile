@@ -19,19 +19,20 @@ help: ## Show this list
 .PHONY: setup
 setup: $(STAMP) ## Create .venv with everything in it
 
+# An environment that works is kept, and only brought up to date.
 # torch goes first and alone, so that the pinned build is there before anything else asks for "torch".
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; \
+	if $(BIN)/python -m pip --version >/dev/null 2>&1; then exit 0; fi; \
 	for python in $(PYTHON) python3.11 python3; do \
-	    if "$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then found="$$python"; break; fi; \
+	    if "$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+	        echo "Creating $(VENV) with $$("$$python" --version)"; \
+	        exec "$$python" -m venv --clear $(VENV); \
+	    fi; \
 	done; \
-	if [ -z "$${found:-}" ]; then \
-	    echo "nvflare-lazy needs Python 3.10 or newer with venv; neither python3.11 nor python3 is that." >&2; \
-	    echo "Install one, or name it: make setup PYTHON=/path/to/python" >&2; \
-	    exit 1; \
-	fi; \
-	echo "Setting up $(VENV) with $$("$$found" --version)"; \
-	"$$found" -m venv $(VENV)
+	echo "nvflare-lazy needs Python 3.10 or newer with venv; neither python3.11 nor python3 is that." >&2; \
+	echo "Install one, or name it: make setup PYTHON=/path/to/python" >&2; \
+	exit 1
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
