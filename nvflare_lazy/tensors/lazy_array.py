@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LazyArray`: what `LazyTensor` is to torch, for NumPy.
+
+Jobs that exchange NumPy arrays get these. It is a proxy and not a subclass of `np.ndarray`: C code that is handed a
+subclass reads its memory without asking, and there is none; a proxy it refuses or converts through `__array__`.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from nvflare_lazy.errors import ImmutableTensorError, UnsupportedDtypeError
+from nvflare_lazy.tensors import dtypes
+from nvflare_lazy.tensors.strided_source import contiguous_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from typing_extensions import Buffer
+
+    from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+
+_WRITERS = frozenset(("byteswap", "fill", "itemset", "partition", "put", "resize", "setfield", "setflags", "sort"))
+# Addresses of memory that would be gone by the time it is read. NumPy falls back to __array__ without them.
+_RAW_MEMORY = frozenset(("__array_interface__", "__array_struct__"))
+
+
+class LazyArray(NDArrayOperatorsMixin):
+    """An immutable array whose elements are read from a byte source when they are used.
+
+    Shape, dtype and the like, copies, and slices of the first axis cost no I/O. Any other use loads the array, gives
+    what the loaded array would give, and lets it go again; views of it are read-only. Writing raises
+    `ImmutableTensorError` or NumPy's own error about read-only memory.
+
+    Args:
+        source: The elements in row-major order.
+        dtype: The element type.
+        shape: The shape.
+
+    Example:
+        >>> array = LazyArray(source, np.float32, (4, 1024))
+        >>> np.linalg.norm(array, axis=1)
+    """
+
+    # Binary operators of ordinary arrays and of torch tensors leave the operation to us.
+    __array_priority__ = 1001
+
+    # As with LazyTensor: NVFlare's serializer goes by `obj.__class__`.
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[np.ndarray[Any, Any]]:  # type: ignore[override]
+        return np.ndarray
+
+    def __init__(self, source: ByteSource, dtype: Any, shape: Sequence[int]) -> None:
+        self.dtype: np.dtype[Any] = np.dtype(dtype)
+        self.shape = tuple(shape)
+        if self.dtype.hasobject:
+            raise UnsupportedDtypeError("arrays of Python objects have no bytes that could be read later")
+        if source.nbytes != self.nbytes:
+            raise ValueError(f"an array of {self.shape} {self.dtype} has {self.nbytes} bytes, not {source.nbytes}")
+        self._source = source
+
+    @classmethod
+    def from_lazy_tensor(cls, tensor: LazyTensor) -> LazyArray:
+        """Return the elements of a lazy tensor as a lazy array, if NumPy has its dtype."""
+        row = dtypes.by_torch(tensor.dtype)
+        if row.numpy is None:
+            raise UnsupportedDtypeError(
+                f"NumPy has no {tensor.dtype}: use the tensor, or convert it first, for example with .float()"
+            )
+        return cls(tensor.source, row.numpy, tuple(tensor.shape))
+
+    # ---- what costs no I/O -------------------------------------------------------------------------------------
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides in bytes, of a row-major array."""
+        return tuple(step * self.itemsize for step in contiguous_strides(self.shape))
+
+    @property
+    def source(self) -> ByteSource:
+        """The elements in row-major order as bytes."""
+        return self._source
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of unsized object")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"LazyArray(shape={self.shape}, dtype={self.dtype}, in {self._source.describe()})"
+
+    def __copy__(self) -> LazyArray:
+        return LazyArray(self._source, self.dtype, self.shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyArray:
+        return self.__copy__()
+
+    # ---- reading -----------------------------------------------------------------------------------------------
+
+    def materialize(self) -> np.ndarray[Any, Any]:
+        """Load the elements into a new ordinary array, which the caller owns and may write to."""
+        array = np.empty(self.shape, self.dtype)
+        self._source.read_into(array.reshape(-1).view(np.uint8).data)
+        return array
+
+    def read_into(self, buffer: Buffer, start: int = 0, count: int | None = None) -> None:
+        """Fill `buffer` with elements, counted in row-major order, without loading the rest.
+
+        Args:
+            buffer: Writable and C-contiguous, of `count` elements.
+            start: The first element.
+            count: How many; as many as the buffer holds, if not given.
+        """
+        view = memoryview(buffer).cast("B")
+        if count is None:
+            count = len(view) // self.itemsize
+        if count * self.itemsize != len(view):
+            raise ValueError(f"a buffer of {len(view)} bytes does not hold exactly {count} elements of {self.dtype}")
+        self._source.read_into(view, start * self.itemsize)
+
+    def _load(self) -> np.ndarray[Any, Any]:
+        # Read-only: a view of it that was written to would not change what this array reads as.
+        array = self.materialize()
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise ValueError("a lazy array has no memory to share: a copy is needed to make an array of it")
+        array = self.materialize() if copy else self._load()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice) and self.shape:
+            start, stop, step = key.indices(self.shape[0])
+            if step == 1:
+                return self._rows(start, max(start, stop), (max(stop - start, 0), *self.shape[1:]))
+        if isinstance(key, int) and not isinstance(key, bool) and self.ndim > 1:
+            row = range(self.shape[0])[key]
+            return self._rows(row, row + 1, self.shape[1:])
+        return self._load()[key]
+
+    def _rows(self, start: int, stop: int, shape: tuple[int, ...]) -> LazyArray:
+        row = prod(self.shape[1:]) * self.itemsize
+        return LazyArray(self._source.slice(start * row, (stop - start) * row), self.dtype, shape)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self))) if self.ndim > 1 else iter(self._load())
+
+    # ---- what NumPy asks ---------------------------------------------------------------------------------------
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, LazyArray) for x in kwargs.get("out") or ()):
+            _refuse_write(f"np.{ufunc.__name__}")
+        if method == "at" and isinstance(inputs[0], LazyArray):
+            _refuse_write(f"np.{ufunc.__name__}.at")
+        return getattr(ufunc, method)(*_loaded(inputs), **_loaded(kwargs))
+
+    def __array_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if isinstance(kwargs.get("out"), LazyArray):
+            _refuse_write(f"np.{func.__name__}")
+        return func(*_loaded(args), **_loaded(kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _WRITERS:
+            _refuse_write(f".{name}()")
+        if name in _RAW_MEMORY or not hasattr(np.ndarray, name):
+            raise AttributeError(f"'LazyArray' object has no attribute {name!r}")
+        return getattr(self._load(), name)
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        _refuse_write("item assignment")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.materialize().__reduce_ex__(protocol)
+
+    def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> np.ndarray[Any, Any]:
+        """Load the elements as another type."""
+        return self.materialize().astype(dtype, *args, **kwargs)
+
+    def copy(self, order: Any = "C") -> np.ndarray[Any, Any]:
+        """Load the elements; the same as `materialize()`, for those who do not know what they hold."""
+        return self.materialize().copy(order) if order == "F" else self.materialize()
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._load()
+
+    def __bool__(self) -> bool:
+        return bool(self._load())
+
+    def __int__(self) -> int:
+        return int(self._load())
+
+    def __float__(self) -> float:
+        return float(self._load())
+
+    def __complex__(self) -> complex:
+        return complex(self._load())
+
+    def __index__(self) -> int:
+        return self._load().__index__()
+
+    def __format__(self, spec: str) -> str:
+        return format(self._load()[()], spec) if not self.shape else object.__format__(self, spec)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.materialize().__dlpack__(**kwargs)
+
+
+def _loaded(value: Any) -> Any:
+    if isinstance(value, LazyArray):
+        return value._load()
+    if isinstance(value, dict):
+        return {key: _loaded(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_loaded(item) for item in value)
+    return value
+
+
+def _refuse_write(what: str) -> NoReturn:
+    raise ImmutableTensorError(
+        f"{what} would write to a lazy array, whose elements are in a file that others read too: "
+        "call materialize() on it and write to the array that returns"
+    )

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LazyTensorDict`: a model whose tensors are somewhere else, by name.
+
+What opening a checkpoint, receiving a result and aggregating return. It holds recipes; the lazy tensors are made as
+they are asked for, so that twenty thousand of them cost nothing to carry around.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+from nvflare_lazy.errors import ReleasedSourceError
+from nvflare_lazy.tensors.byte_source import FailedSource
+from nvflare_lazy.tensors.tensor_entry import TensorEntry
+
+if TYPE_CHECKING:
+    import os
+
+    from nvflare_lazy.tensors.byte_source import OpenFile
+    from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+
+logger = logging.getLogger(__name__)
+
+FileOpener = Callable[[str], Mapping[str, TensorEntry]]
+
+
+@runtime_checkable
+class Releasable(Protocol):
+    """What a dictionary may own: something that can be given back before the garbage collector comes."""
+
+    def release(self) -> None:
+        """Give it back; a second call does nothing."""
+
+
+class OwnedDirectory:
+    """A directory that is removed when nobody refers to it any more, or by `release()`, whichever comes first."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.release: Callable[[], object] = weakref.finalize(self, _remove_tree, str(path))
+
+
+class LazyTensorDict(Mapping[str, "LazyTensor"]):
+    """A read-only mapping from names to lazy tensors.
+
+    Args:
+        key_to_file: For each name, the safetensors file the tensor is in and its name there.
+        temp_dir: A directory that is removed when the last tensor is gone, or by `cleanup()`.
+
+    Example:
+        >>> tensors = nvflare_lazy.open("model.safetensors")
+        >>> tensors["head.weight"].shape  # no I/O
+        >>> model.load_state_dict(tensors)  # one tensor at a time
+    """
+
+    _open_file: ClassVar[FileOpener | None] = None
+
+    def __init__(
+        self, key_to_file: Mapping[str, tuple[str, str]], temp_dir: str | os.PathLike[str] | None = None
+    ) -> None:
+        # Told by the package of file formats, which builds on this one and cannot be imported from here.
+        if LazyTensorDict._open_file is None:
+            raise RuntimeError("import nvflare_lazy before making a LazyTensorDict from files")
+        files = {path: LazyTensorDict._open_file(path) for path in {path for path, _ in key_to_file.values()}}
+        entries = {name: files[path][key] for name, (path, key) in key_to_file.items()}
+        self._set(entries, {}, {}, None if temp_dir is None else OwnedDirectory(temp_dir))
+
+    @classmethod
+    def from_entries(
+        cls,
+        entries: Mapping[str, TensorEntry],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        extras: Mapping[str, Any] | None = None,
+        keep_alive: object = None,
+    ) -> LazyTensorDict:
+        """Make one from recipes.
+
+        Args:
+            entries: The recipes by name.
+            metadata: Text that came with the tensors (`__metadata__` of a safetensors file).
+            extras: Whatever else a checkpoint held beside its tensors.
+            keep_alive: Anything that must live as long as this dictionary or a tensor from it, such as the lease of
+                the directory the bytes are in. `cleanup()` releases it if it is `Releasable`.
+        """
+        made = cls.__new__(cls)
+        made._set(dict(entries), metadata or {}, extras or {}, keep_alive)
+        return made
+
+    @classmethod
+    def open_files_with(cls, opener: FileOpener) -> None:
+        """Say how a file is opened that the constructor is given by path."""
+        cls._open_file = staticmethod(opener)
+
+    def _set(
+        self,
+        entries: dict[str, TensorEntry],
+        metadata: Mapping[str, str],
+        extras: Mapping[str, Any],
+        keep_alive: object,
+    ) -> None:
+        self._entries = entries
+        self._keep_alive = keep_alive
+        if keep_alive is not None:
+            # A tensor may outlive this dictionary, and it holds on to its file.
+            for file in _files(entries):
+                file.hold(keep_alive)
+        self._lock = threading.Lock()
+        self.metadata: Mapping[str, str] = MappingProxyType(dict(metadata))
+        self.extras: Mapping[str, Any] = MappingProxyType(dict(extras))
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """The recipes by name: shapes, dtypes and sources without making a tensor."""
+        return MappingProxyType(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.nbytes for entry in self._entries.values())
+
+    def __getitem__(self, key: str) -> LazyTensor:
+        return self._entries[key].lazy()
+
+    def make_lazy_ref(self, key: str) -> LazyTensor:
+        """Return the tensor; it keeps the files alive on its own, without this dictionary."""
+        return self[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __repr__(self) -> str:
+        return f"LazyTensorDict({len(self)} tensors, {self.nbytes} bytes)"
+
+    def cleanup(self) -> None:
+        """Close the files and remove the scratch now, even if tensors of it are still held somewhere.
+
+        Reading one of those raises `ReleasedSourceError` from then on. A second call does nothing.
+        """
+        with self._lock:
+            entries, self._keep_alive, keep_alive = self._entries, None, self._keep_alive
+            gone = ReleasedSourceError("this tensor was released by cleanup(): materialize() what is needed before")
+            self._entries = {
+                name: TensorEntry(
+                    FailedSource(entry.source.nbytes, gone),
+                    entry.dtype,
+                    entry.shape,
+                    entry.strides,
+                    entry.storage_offset,
+                )
+                for name, entry in entries.items()
+            }
+        for file in _files(entries):
+            file.close()
+        if isinstance(keep_alive, Releasable):
+            keep_alive.release()
+
+
+def _files(entries: Mapping[str, TensorEntry]) -> set[OpenFile]:
+    ranges = (entry.source.file_range() for entry in entries.values())
+    return {found[0] for found in ranges if found is not None}
+
+
+def _remove_tree(path: str) -> None:
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.warning("cannot remove %s: %s; remove it by hand", path, error)

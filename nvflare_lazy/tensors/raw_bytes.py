@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of an ordinary tensor as a plain buffer, whatever its dtype.
+
+NumPy has no bfloat16 and no 8-bit floats, so its views cannot serve here; a pointer can. Everything that fills or
+empties tensors by bytes (loading, saving, sending) goes through this one function.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def storage_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes from the first element of `tensor` to the last one that its strides reach.
+
+    For a contiguous tensor these are its elements in row-major order. The view is writable, shares the memory, and
+    keeps the tensor alive.
+
+    Args:
+        tensor: An ordinary tensor on the CPU.
+    """
+    if tensor.device.type != "cpu":
+        raise ValueError(f"only memory of the CPU can be seen as bytes, and this tensor is on {tensor.device}")
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    count = extent(tuple(tensor.shape), tensor.stride()) * tensor.element_size()
+    raw = (ctypes.c_ubyte * count).from_address(tensor.data_ptr())
+    raw._tensor = tensor  # type: ignore[attr-defined]  # an address keeps nothing alive; this reference does
+    return memoryview(raw).cast("B")
+
+
+def extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return how many elements of the storage lie from the first to the last element of a view."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
