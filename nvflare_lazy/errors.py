@@ -8,6 +8,13 @@
     │   │   ├── TruncatedSourceError                 fewer bytes than the tensor's shape promises
     │   │   └── ReleasedSourceError                  the scratch it lived in has been given back
     │   └── UnsupportedDtypeError (TypeError)        a dtype that the asked-for form cannot hold
+    ├── ScratchError (OSError)                       the disk a run may use cannot be used as asked
+    │   ├── QuotaExceededError                       more bytes than the job's quota
+    │   ├── DiskFullError                            no space left, or less than has to stay free
+    │   ├── ScratchGoneError                         a scratch directory was deleted underneath
+    │   ├── ScratchPermissionError (PermissionError) not ours to use, or not safe to use
+    │   ├── ReleasedScratchError                     a write after the scratch was given back
+    │   └── ForkedScratchError                       used in a forked child, which does not own it
     └── FormatError (ValueError)                     a file is not what it claims to be
 
 Each message names the file, tensor or peer it is about, and ends with what to do where there is something to do.
@@ -46,3 +53,31 @@ class UnsupportedDtypeError(LazyTensorError, TypeError):
 
 class FormatError(NVFlareLazyError, ValueError):
     """A file or byte string breaks the rules of its format."""
+
+
+class ScratchError(NVFlareLazyError, OSError):
+    """The scratch space cannot be used as asked."""
+
+
+class QuotaExceededError(ScratchError):
+    """More bytes than the job may keep on disk."""
+
+
+class DiskFullError(ScratchError):
+    """The file system has no space left, or less than the free-space guard wants to keep."""
+
+
+class ScratchGoneError(ScratchError):
+    """A scratch directory was deleted underneath the process that leased it."""
+
+
+class ScratchPermissionError(ScratchError, PermissionError):
+    """A scratch directory belongs to somebody else, or others could change what is in it."""
+
+
+class ReleasedScratchError(ScratchError):
+    """The scratch was given back, by an abort for one; what is being written to it is not wanted any more."""
+
+
+class ForkedScratchError(ScratchError):
+    """A forked child used the scratch of its parent, which owns it."""
