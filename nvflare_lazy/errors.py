@@ -15,7 +15,45 @@
     │   ├── ScratchPermissionError (PermissionError) not ours to use, or not safe to use
     │   ├── ReleasedScratchError                     a write after the scratch was given back
     │   └── ForkedScratchError                       used in a forked child, which does not own it
+    ├── SaveError                                    a checkpoint was not written; what was there before still is
+    │   ├── OutOfSpaceError (OSError)                the disk, the quota or the file size limit is full
+    │   ├── UnsavableTensorError (TypeError)         not a tensor, or one that has no dense bytes
+    │   └── PromiseError (ValueError)                the tensors are not the ones that were promised
+    │       ├── MissingTensorError                   a promised tensor never came
+    │       ├── IncompleteTensorError                a tensor came, but not all of its bytes
+    │       ├── SurplusTensorError                   a tensor, or bytes of one, that nobody promised
+    │       ├── RepeatedWriteError                   the same bytes of a tensor came twice
+    │       ├── RenamedTensorError                   another tensor than the next one in the promised order
+    │       ├── ReshapedTensorError                  another shape than promised
+    │       └── RetypedTensorError                   another dtype than promised
     └── FormatError (ValueError)                     a file is not what it claims to be
+        ├── UnknownFormatError                       none of the kinds of file that can be opened
+        ├── SafetensorsError                         a rule of the safetensors format is broken
+        │   ├── HeaderTruncatedError                 ends before its header does
+        │   ├── HeaderTooLargeError                  a header longer than the format allows
+        │   ├── HeaderStartError                     the header does not begin with a brace
+        │   ├── HeaderEncodingError                  the header is not UTF-8
+        │   ├── HeaderJsonError                      the header is not JSON of the shape the format gives it
+        │   ├── HeaderPaddingError                   something other than spaces after the header's JSON
+        │   ├── DuplicateKeyError                    the same name twice
+        │   ├── TooManyTensorsError                  more names than any model has
+        │   ├── InvalidMetadataError                 metadata that is not text by name
+        │   ├── InvalidEntryError                    not exactly a dtype, a shape and data offsets
+        │   ├── UnknownDtypeError                    a dtype the format does not know
+        │   ├── InvalidShapeError                    not a list of at most 64 whole numbers
+        │   ├── SizeOverflowError                    more elements than can be counted in 63 bits
+        │   ├── PartialByteError                     a sub-byte type that does not end on a whole byte
+        │   ├── InvalidOffsetsError                  not two whole numbers in order
+        │   ├── TensorSizeError                      offsets that do not span what dtype and shape take
+        │   ├── OffsetGapError                       bytes between two tensors that belong to neither
+        │   ├── OffsetOverlapError                   bytes that belong to two tensors
+        │   ├── DataTruncatedError                   ends before its last tensor does
+        │   └── TrailingDataError                    bytes after the last tensor
+        └── ShardError                               the files of a sharded checkpoint do not make a whole
+            ├── ShardIndexError                      the index is not JSON with a weight map
+            ├── ShardPathError                       the index names a file outside of its directory
+            ├── MissingShardError                    a shard, or a tensor in one, is not there
+            └── AmbiguousCheckpointError             two files claim the same tensor, or to be the checkpoint
 
 Each message names the file, tensor or peer it is about, and ends with what to do where there is something to do.
 """
@@ -53,6 +91,158 @@ class UnsupportedDtypeError(LazyTensorError, TypeError):
 
 class FormatError(NVFlareLazyError, ValueError):
     """A file or byte string breaks the rules of its format."""
+
+
+class UnknownFormatError(FormatError):
+    """The content is none of the kinds of file that can be opened; the message says what it looks like."""
+
+
+class SafetensorsError(FormatError):
+    """A safetensors file or header breaks a rule of the format."""
+
+
+class HeaderTruncatedError(SafetensorsError):
+    """The bytes end before the header does."""
+
+
+class HeaderTooLargeError(SafetensorsError):
+    """The header is longer than the format, or the caller, allows."""
+
+
+class HeaderStartError(SafetensorsError):
+    """The header does not begin with a brace."""
+
+
+class HeaderEncodingError(SafetensorsError):
+    """The header is not UTF-8, or spells out half a surrogate pair, which UTF-8 cannot hold."""
+
+
+class HeaderJsonError(SafetensorsError):
+    """The header is not JSON, or not an object of objects."""
+
+
+class HeaderPaddingError(SafetensorsError):
+    """Something other than spaces follows the header's JSON."""
+
+
+class DuplicateKeyError(SafetensorsError):
+    """The same key stands twice in one JSON object."""
+
+
+class TooManyTensorsError(SafetensorsError):
+    """More names than any model has: read on, they would take far more memory than the file."""
+
+
+class InvalidMetadataError(SafetensorsError):
+    """`__metadata__` is not an object of strings."""
+
+
+class InvalidEntryError(SafetensorsError):
+    """A tensor's entry is not an object of exactly `dtype`, `shape` and `data_offsets`."""
+
+
+class UnknownDtypeError(SafetensorsError):
+    """A dtype that the format does not know."""
+
+
+class InvalidShapeError(SafetensorsError):
+    """A shape that is not a list of at most 64 non-negative whole numbers."""
+
+
+class SizeOverflowError(SafetensorsError):
+    """A shape whose elements or bytes cannot be counted in 63 bits."""
+
+
+class PartialByteError(SafetensorsError):
+    """A tensor of a type narrower than a byte does not end on a whole byte."""
+
+
+class InvalidOffsetsError(SafetensorsError):
+    """`data_offsets` is not a list of two non-negative whole numbers, the smaller one first."""
+
+
+class TensorSizeError(SafetensorsError):
+    """The data offsets do not span the bytes that dtype and shape take."""
+
+
+class OffsetGapError(SafetensorsError):
+    """Between two tensors, or before the first, lie bytes that belong to none."""
+
+
+class OffsetOverlapError(SafetensorsError):
+    """Two tensors share bytes."""
+
+
+class DataTruncatedError(SafetensorsError):
+    """The file ends before its last tensor does."""
+
+
+class TrailingDataError(SafetensorsError):
+    """Bytes follow the last tensor."""
+
+
+class ShardError(FormatError):
+    """The files of a sharded checkpoint do not make a whole."""
+
+
+class ShardIndexError(ShardError):
+    """The index of a sharded checkpoint is not a JSON object with a weight map."""
+
+
+class ShardPathError(ShardError):
+    """An index names a file outside of its own directory."""
+
+
+class MissingShardError(ShardError):
+    """A file that a sharded checkpoint needs, or a tensor that should be in it, is not there."""
+
+
+class AmbiguousCheckpointError(ShardError):
+    """Two files claim the same tensor, or to be the checkpoint of a directory."""
+
+
+class SaveError(NVFlareLazyError):
+    """A checkpoint was not written. What was there before still is, and nothing else was left behind."""
+
+
+class OutOfSpaceError(SaveError, OSError):
+    """The disk, the user's quota or the limit on the size of a file is full."""
+
+
+class UnsavableTensorError(SaveError, TypeError):
+    """A value that is not a tensor, or a tensor without dense bytes (sparse, quantized, on the meta device)."""
+
+
+class PromiseError(SaveError, ValueError):
+    """The tensors are not the ones that were promised for the header."""
+
+
+class MissingTensorError(PromiseError):
+    """The tensors ended before the promised ones did."""
+
+
+class IncompleteTensorError(PromiseError):
+    """Some bytes of a promised tensor were never written."""
+
+
+class SurplusTensorError(PromiseError):
+    """A tensor, or bytes beyond the end of one, that was not promised."""
+
+
+class RepeatedWriteError(PromiseError):
+    """The same bytes of a tensor were written twice."""
+
+
+class RenamedTensorError(PromiseError):
+    """Another tensor came than the next one in the promised order."""
+
+
+class ReshapedTensorError(PromiseError):
+    """A tensor came with another shape than promised."""
+
+
+class RetypedTensorError(PromiseError):
+    """A tensor came with another dtype than promised."""
 
 
 class ScratchError(NVFlareLazyError, OSError):
