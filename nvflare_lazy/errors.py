@@ -26,6 +26,14 @@
     │       ├── RenamedTensorError                   another tensor than the next one in the promised order
     │       ├── ReshapedTensorError                  another shape than promised
     │       └── RetypedTensorError                   another dtype than promised
+    ├── TransferError (RuntimeError)                 tensors did not get from one process to another
+    │   ├── TransferAbortedError                     the job, or somebody in it, called it off
+    │   ├── PeerLostError (ConnectionError)          the peer is gone, stalls, or has dropped the tensors
+    │   └── ProtocolError (ValueError)               what the peer sent breaks the rules of the transfer
+    │       ├── BadManifestError                     its list of tensors cannot be true
+    │       ├── BadItemError                         an item is truncated, corrupt or lies about itself
+    │       ├── DuplicateItemError                   an item came twice
+    │       └── MissingItemError                     an item that was promised never came
     └── FormatError (ValueError)                     a file is not what it claims to be
         ├── UnknownFormatError                       none of the kinds of file that can be opened
         ├── SafetensorsError                         a rule of the safetensors format is broken
@@ -271,3 +279,35 @@ class ReleasedScratchError(ScratchError):
 
 class ForkedScratchError(ScratchError):
     """A forked child used the scratch of its parent, which owns it."""
+
+
+class TransferError(NVFlareLazyError, RuntimeError):
+    """Tensors did not get from one process to another."""
+
+
+class TransferAbortedError(TransferError):
+    """The transfer was called off: the job ended, or its abort signal was triggered."""
+
+
+class PeerLostError(TransferError, ConnectionError):
+    """The peer does not answer any more, or no longer has the tensors it offered."""
+
+
+class ProtocolError(TransferError, ValueError):
+    """What the peer sent breaks the rules of the transfer; nothing of it is used."""
+
+
+class BadManifestError(ProtocolError):
+    """The peer's list of names, types and shapes cannot be true."""
+
+
+class BadItemError(ProtocolError):
+    """An item is truncated, corrupt, or not what its header says."""
+
+
+class DuplicateItemError(ProtocolError):
+    """The same item came twice."""
+
+
+class MissingItemError(ProtocolError):
+    """An item that the payload refers to never came."""
