@@ -1,4 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Out-of-core tensors for NVFlare: model updates stay on disk until somebody looks at one."""
+"""An out-of-core tensor layer for NVIDIA FLARE: model updates live on disk and still look like `torch.Tensor`s.
+
+    open(path)              any checkpoint as a LazyTensorDict, without reading tensor data
+    save(tensors, path)     lazy or ordinary tensors to safetensors, streamed and atomic
+    aggregate(contributions, out=...)   combine models tile by tile, within a memory budget
+    install()               make NVFlare of this process send and receive lazily
+    LazyTensor, LazyTensorDict          what these hand out
+
+Names are imported when they are first used: so opening a file never imports NVFlare.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nvflare_lazy.aggregation.aggregate import aggregate as aggregate
+    from nvflare_lazy.formats.opening import open as open
+    from nvflare_lazy.formats.stream_saver import save as save
+    from nvflare_lazy.tensors.lazy_tensor import LazyTensor as LazyTensor
+    from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict as LazyTensorDict
+    from nvflare_lazy.transport.registration import install as install
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "LazyTensor": "nvflare_lazy.tensors.lazy_tensor",
+    "LazyTensorDict": "nvflare_lazy.formats",
+    "aggregate": "nvflare_lazy.aggregation",
+    "install": "nvflare_lazy.transport.registration",
+    "open": "nvflare_lazy.formats",
+    "save": "nvflare_lazy.formats",
+}
+
+__all__ = ["LazyTensor", "LazyTensorDict", "aggregate", "install", "open", "save"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

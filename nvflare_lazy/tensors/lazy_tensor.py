@@ -8,9 +8,6 @@ could be incomplete: views stay lazy, writes raise, and everything else is done 
 
 from __future__ import annotations
 
-import threading
-from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -20,6 +17,7 @@ from torch.utils._pytree import tree_map
 from nvflare_lazy.errors import ImmutableTensorError
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.lazy_storage import LazyStorage
+from nvflare_lazy.tensors.operators import SharedLoads, traits_of
 from nvflare_lazy.tensors.raw_bytes import extent, storage_bytes
 from nvflare_lazy.tensors.strided_source import (
     StridedSource,
@@ -29,7 +27,7 @@ from nvflare_lazy.tensors.strided_source import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from typing_extensions import Buffer
 
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")
+_META = torch.device("meta")
 
 
 class LazyTensor(torch.Tensor):
@@ -151,13 +150,17 @@ class LazyTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is torch.ops.prim.device.default:
+            return _CPU
         kwargs = kwargs or {}
-        traits = _traits(func)
+        traits = traits_of(func)
         for place in traits.written:
             written = args[place[0]] if place[0] < len(args) else kwargs.get(place[1])
             if _holds_lazy(written):
                 _refuse_write(str(func))
         if traits.gives_views and isinstance(args[0], LazyTensor):
+            if traits.is_composite:
+                return func.decompose(*args, **kwargs)
             return _lazy_view(func, args, kwargs)
         if func is aten.clone.default and not kwargs and args[0].is_contiguous():
             return args[0].materialize()
@@ -239,6 +242,15 @@ class LazyTensor(torch.Tensor):
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self._pinned_tensor().requires_grad_(self.requires_grad).__dlpack__(**kwargs)
 
+    def new_tensor(self, data: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """Return a new ordinary tensor of this dtype."""
+        return torch.empty(0, dtype=self.dtype).new_tensor(data, **kwargs)
+
+    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """Return a new ordinary tensor of this dtype, by torch's oldest constructor."""
+        made: torch.Tensor = torch.empty(0, dtype=self.dtype).new(*args, **kwargs)
+        return made
+
     def _pinned_tensor(self) -> torch.Tensor:
         shape, strides, offset = _geometry(self)
         return torch.empty(0, dtype=self.dtype).set_(self._storage_.pin(), offset, shape, strides)
@@ -251,9 +263,19 @@ def _make(
     strides: tuple[int, ...],
     storage_offset: int,
 ) -> LazyTensor:
-    tensor: LazyTensor = torch.Tensor._make_wrapper_subclass(
-        LazyTensor, shape, strides=strides, storage_offset=storage_offset, dtype=dtype, device=_CPU
-    )
+    # On the meta device, for torch's own eyes: `parameter.data = lazy` copies the inside of a tensor without asking,
+    # which torch refuses to do across devices; between two tensors "on the CPU" it would copy a null pointer.
+    # An inference tensor cannot be the base of a view made outside of inference mode: so never make one.
+    with torch.inference_mode(False):
+        tensor: LazyTensor = torch.Tensor._make_wrapper_subclass(
+            LazyTensor,
+            shape,
+            strides=strides,
+            storage_offset=storage_offset,
+            dtype=dtype,
+            device=_META,
+            dispatch_device=True,
+        )
     tensor._storage_ = storage
     return tensor
 
@@ -321,55 +343,7 @@ def _flat(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
-class _Traits:
-    """What the schema of an operator says about its arguments and results."""
-
-    def __init__(self, func: Any) -> None:
-        schema = func._schema
-        self.written = [
-            (place, argument.name)
-            for place, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        self.gives_views = any(
-            result.alias_info is not None and not result.alias_info.is_write for result in schema.returns
-        )
-        name = schema.name.removeprefix("aten::")
-        self.ignores_elements = name.startswith("new_") or name.endswith("_like")
-
-
-@cache
-def _traits(func: Any) -> _Traits:
-    return _Traits(func)
-
-
-class _Loads(threading.local):
-    """Lets the steps of one call to torch share what they load, so that each tensor is read once a call."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, torch.Tensor] | None = None
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        if self._held is not None:
-            yield
-            return
-        self._held = {}
-        try:
-            yield
-        finally:
-            self._held = None
-
-    def load(self, lazy: LazyTensor) -> torch.Tensor:
-        if self._held is None:
-            return lazy.materialize()
-        loaded = self._held.get(id(lazy))
-        if loaded is None:
-            self._held[id(lazy)] = loaded = lazy.materialize()
-        return loaded
-
-
-_loads = _Loads()
+_loads = SharedLoads()
 
 
 def _refuse(name: str) -> Callable[..., NoReturn]:
@@ -394,6 +368,8 @@ _OUTSIDE_THE_DISPATCHER: dict[Any, Callable[..., Any]] = {
         "__repr__",
         "_typed_storage",
         "data_ptr",
+        "new",
+        "new_tensor",
         "numpy",
         "storage",
         "tolist",
