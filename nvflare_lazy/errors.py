@@ -7,7 +7,8 @@
     │   ├── SourceError (OSError)                    the bytes behind a tensor cannot be read any more
     │   │   ├── TruncatedSourceError                 fewer bytes than the tensor's shape promises
     │   │   └── ReleasedSourceError                  the scratch it lived in has been given back
-    │   └── UnsupportedDtypeError (TypeError)        a dtype that the asked-for form cannot hold
+    │   ├── UnsupportedDtypeError (TypeError)        a dtype that the asked-for form cannot hold
+    │   └── UnsupportedTensorError (TypeError)       a tensor without dense elements: sparse, quantized, meta
     ├── ScratchError (OSError)                       the disk a run may use cannot be used as asked
     │   ├── QuotaExceededError                       more bytes than the job's quota
     │   ├── DiskFullError                            no space left, or less than has to stay free
@@ -36,6 +37,20 @@
     │       └── MissingItemError                     an item that was promised never came
     └── FormatError (ValueError)                     a file is not what it claims to be
         ├── UnknownFormatError                       none of the kinds of file that can be opened
+        ├── CheckpointError                          a PyTorch checkpoint that cannot be opened
+        │   ├── ArchiveError                         the zip or tar around it is broken or plays tricks
+        │   │   ├── CompressedRecordError            a record is compressed: it cannot be read in part
+        │   │   ├── EncryptedRecordError             a record is encrypted
+        │   │   ├── OverlappingRecordError           two records share bytes
+        │   │   ├── DuplicateRecordError             two records have the same name
+        │   │   ├── RecordNameError                  a record's name tries to leave the archive
+        │   │   └── TorchScriptError                 a TorchScript program, which is code
+        │   ├── MalformedPickleError                 its pickle is damaged, or larger in memory than on disk
+        │   ├── ForbiddenGlobalError                 its pickle names what is not part of a state dict
+        │   ├── StorageError (LookupError)           a storage that is not there, cut short or of another size
+        │   ├── TensorGeometryError                  a tensor that reaches out of its storage
+        │   ├── NameCollisionError                   two tensors whose joined names are the same
+        │   └── SectionError (LookupError)           the section asked for is not there
         ├── SafetensorsError                         a rule of the safetensors format is broken
         │   ├── HeaderTruncatedError                 ends before its header does
         │   ├── HeaderTooLargeError                  a header longer than the format allows
@@ -97,12 +112,72 @@ class UnsupportedDtypeError(LazyTensorError, TypeError):
     """A dtype that the target form (NumPy, safetensors) has no place for."""
 
 
+class UnsupportedTensorError(LazyTensorError, TypeError):
+    """A tensor of a checkpoint has no dense elements that could be read: it is sparse, quantized or meta."""
+
+
 class FormatError(NVFlareLazyError, ValueError):
     """A file or byte string breaks the rules of its format."""
 
 
 class UnknownFormatError(FormatError):
     """The content is none of the kinds of file that can be opened; the message says what it looks like."""
+
+
+class CheckpointError(FormatError):
+    """A PyTorch checkpoint that cannot be opened."""
+
+
+class ArchiveError(CheckpointError):
+    """The zip or tar archive around a checkpoint is broken, plays tricks, or holds something else."""
+
+
+class CompressedRecordError(ArchiveError):
+    """A record is compressed: it cannot be read in part, and may be a bomb."""
+
+
+class EncryptedRecordError(ArchiveError):
+    """A record is encrypted."""
+
+
+class OverlappingRecordError(ArchiveError):
+    """Two records, or a record and the archive's directory, share bytes."""
+
+
+class DuplicateRecordError(ArchiveError):
+    """Two records have the same name: readers would differ on which one counts."""
+
+
+class RecordNameError(ArchiveError):
+    """A record's name tries to leave the archive, or is not the same in both places that state it."""
+
+
+class TorchScriptError(ArchiveError):
+    """A TorchScript program: its tensors come with code that only TorchScript can run."""
+
+
+class MalformedPickleError(CheckpointError):
+    """The pickle is damaged, or would take far more memory than it has bytes."""
+
+
+class ForbiddenGlobalError(CheckpointError):
+    """The pickle names a function or class that is not part of a state dict; nothing of it was run."""
+
+
+class StorageError(CheckpointError, LookupError):
+    """A storage that a tensor refers to is not in the file, cut short, or of another size than stated."""
+
+
+class TensorGeometryError(CheckpointError):
+    """A tensor's shape, strides and offset reach out of its storage, or are no geometry at all."""
+
+
+class NameCollisionError(CheckpointError):
+    """Two tensors of a nested checkpoint would get the same name."""
+
+
+class SectionError(CheckpointError, LookupError):
+    """The section that was asked for is not in the checkpoint, or holds no named tensors."""
 
 
 class SafetensorsError(FormatError):
