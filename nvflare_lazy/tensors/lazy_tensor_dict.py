@@ -152,14 +152,7 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
             entries, self._keep_alive, keep_alive = self._entries, None, self._keep_alive
             gone = ReleasedSourceError("this tensor was released by cleanup(): materialize() what is needed before")
             self._entries = {
-                name: TensorEntry(
-                    FailedSource(entry.source.nbytes, gone),
-                    entry.dtype,
-                    entry.shape,
-                    entry.strides,
-                    entry.storage_offset,
-                )
-                for name, entry in entries.items()
+                name: entry.over(FailedSource(entry.source.nbytes, gone)) for name, entry in entries.items()
             }
         for file in _files(entries):
             file.close()

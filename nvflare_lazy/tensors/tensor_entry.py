@@ -58,6 +58,10 @@ class TensorEntry:
         """Bytes of the tensor's elements, views of larger storages counted by what they show."""
         return self.numel * self.dtype.itemsize
 
+    def over(self, source: ByteSource) -> TensorEntry:
+        """Return the same recipe for another storage."""
+        return TensorEntry(source, self.dtype, self.shape, self.strides, self.storage_offset)
+
     def lazy(self) -> LazyTensor:
         """Return the lazy tensor; the same object as long as somebody holds it, so that tied tensors stay tied."""
         made = self._made() if self._made is not None else None

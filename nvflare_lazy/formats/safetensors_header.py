@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The header of a safetensors file or message, believed in nothing: each rule of the format has its own error.
+
+The first thing that looks at a checkpoint on disk and at a tensor from the wire. It is stricter than the safetensors
+library in this, and in nothing else:
+
+- a key may not stand twice, neither among tensors nor in the metadata (the library takes the last);
+- no white space before the header, and only spaces after it, as the format says;
+- an entry is an object of exactly `dtype`, `shape` and `data_offsets`, of at most 16384 characters (the library
+  ignores further fields and takes an array in their order), a dtype is a string (the library takes `{"F32": null}`),
+  and `__metadata__` is an object (the library takes null);
+- a shape has at most 64 dimensions, as in torch and NumPy, and one with a zero in it must still be countable in 63
+  bits without the zero, as torch wants it;
+- at most a million names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nvflare_lazy.errors import (
+    DataTruncatedError,
+    HeaderPaddingError,
+    HeaderStartError,
+    HeaderTooLargeError,
+    HeaderTruncatedError,
+    InvalidEntryError,
+    InvalidMetadataError,
+    InvalidOffsetsError,
+    InvalidShapeError,
+    OffsetGapError,
+    OffsetOverlapError,
+    PartialByteError,
+    SizeOverflowError,
+    TensorSizeError,
+    TrailingDataError,
+    UnknownDtypeError,
+)
+from nvflare_lazy.formats.strict_json import JsonCursor, quoted
+from nvflare_lazy.tensors import dtypes
+from nvflare_lazy.tensors.dtypes import ElementType
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from nvflare_lazy.tensors.byte_source import OpenFile
+
+#: Bytes of the header's length, which come before it.
+PREFIX_BYTES = 8
+#: The longest header that the format allows.
+MAX_HEADER_BYTES = 100_000_000
+#: The key of a header that is no tensor's name.
+METADATA_KEY = "__metadata__"
+
+_FIELDS = {"dtype", "shape", "data_offsets"}
+_MOST_DIMENSIONS = 64
+_MOST_COUNTABLE = (1 << 63) - 1
+
+
+class TensorSpan(NamedTuple):
+    """One tensor of a header: what it is and where it lies, counted from the end of the header."""
+
+    element_type: ElementType
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """A header that keeps all the rules.
+
+    Attributes:
+        tensors: The tensors by name, in the order in which they lie in the file.
+        metadata: The text stored with them.
+        data_start: Where the data begins, counted from the beginning of the file.
+    """
+
+    tensors: dict[str, TensorSpan]
+    metadata: dict[str, str]
+    data_start: int
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return max((span.end for span in self.tensors.values()), default=0)
+
+    def check_total(self, total_nbytes: int, where: str) -> None:
+        """Raise unless a file or message of `total_nbytes` ends where its last tensor does."""
+        expected = self.data_start + self.data_nbytes
+        if total_nbytes < expected:
+            raise DataTruncatedError(
+                f"{where} has {total_nbytes} of the {expected} bytes its header promises: "
+                "the download or copy broke off; fetch it again"
+            )
+        if total_nbytes > expected:
+            raise TrailingDataError(f"{where} has {total_nbytes - expected} bytes after its last tensor")
+
+
+def read_header(file: OpenFile) -> SafetensorsHeader:
+    """Read and check the header of a file, and that the file is as long as the header says.
+
+    Example:
+        >>> header = read_header(OpenFile("model.safetensors"))
+        >>> header.tensors["head.weight"].shape
+    """
+    prefix = bytearray(min(PREFIX_BYTES, file.size))
+    file.read_into(memoryview(prefix), 0)
+    text = bytearray(header_length(prefix, file.path, total_nbytes=file.size))
+    file.read_into(memoryview(text), PREFIX_BYTES)
+    header = parse_header(text, file.path)
+    header.check_total(file.size, file.path)
+    return header
+
+
+def parse_message(message: Buffer, where: str, *, max_header_bytes: int = MAX_HEADER_BYTES) -> SafetensorsHeader:
+    """Check the header of a whole safetensors byte string, and that the string is as long as the header says."""
+    view = memoryview(message).cast("B")
+    length = header_length(view[:PREFIX_BYTES], where, total_nbytes=len(view), max_header_bytes=max_header_bytes)
+    header = parse_header(view[PREFIX_BYTES : PREFIX_BYTES + length], where)
+    header.check_total(len(view), where)
+    return header
+
+
+def header_length(
+    prefix: Buffer, where: str, *, total_nbytes: int | None = None, max_header_bytes: int = MAX_HEADER_BYTES
+) -> int:
+    """Return the length of the header that follows the first eight bytes.
+
+    Args:
+        prefix: Those eight bytes.
+        where: What they are of, for messages.
+        total_nbytes: How long the whole is, if that is known: no header is longer.
+        max_header_bytes: The longest header to accept.
+    """
+    start = bytes(prefix)
+    if len(start) < PREFIX_BYTES:
+        raise HeaderTruncatedError(f"{where} has {len(start)} bytes, too few for the length of a header")
+    length = int.from_bytes(start, "little")
+    if length > max_header_bytes:
+        raise HeaderTooLargeError(f"{where} says its header has {length} bytes; {max_header_bytes} are allowed")
+    if total_nbytes is not None and PREFIX_BYTES + length > total_nbytes:
+        raise HeaderTruncatedError(
+            f"{where} ends after {total_nbytes} bytes, in its header, which should have {length}: "
+            "the download or copy broke off; fetch it again"
+        )
+    return length
+
+
+def parse_header(text: Buffer, where: str) -> SafetensorsHeader:
+    """Check the text of a header against every rule that does not need the data.
+
+    Args:
+        text: The header without the eight bytes before it.
+        where: What it is the header of, for messages.
+    """
+    text = memoryview(text).cast("B")
+    if bytes(text[:1]) != b"{":
+        raise HeaderStartError(f"{where}: a header begins with '{{', this one with {bytes(text[:1])!r}")
+    cursor = JsonCursor(text, where)
+    tensors: dict[str, TensorSpan] = {}
+    metadata: dict[str, str] = {}
+    for key in cursor.members():
+        if key == METADATA_KEY:
+            metadata = _metadata(cursor, where)
+        else:
+            tensors[key] = _span(cursor.flat_object(), where, key)
+    if not cursor.only_spaces_follow():
+        raise HeaderPaddingError(f"{where}: only spaces may follow the header's JSON, up to its given length")
+    # Stable: empty tensors keep the order of the header.
+    tensors = dict(sorted(tensors.items(), key=lambda item: item[1][2:]))
+    _check_coverage(tensors, where)
+    return SafetensorsHeader(tensors, metadata, PREFIX_BYTES + len(text))
+
+
+def _metadata(cursor: JsonCursor, where: str) -> dict[str, str]:
+    if not cursor.is_at("{"):
+        raise InvalidMetadataError(f"{where}: {METADATA_KEY} must be an object")
+    metadata = {}
+    for key in cursor.members():
+        if not cursor.is_at('"'):
+            raise InvalidMetadataError(f"{where}: {METADATA_KEY} must hold strings, {quoted(key)} is none")
+        metadata[key] = cursor.string()
+    return metadata
+
+
+def _span(entry: dict[str, Any] | None, where: str, name: str) -> TensorSpan:
+    if entry is None or entry.keys() != _FIELDS:
+        raise InvalidEntryError(
+            f"{where}: tensor {quoted(name)} must be an object of exactly dtype, shape and data_offsets"
+            + ("" if entry is None else f", not of {quoted(', '.join(entry))}")
+        )
+    dtype = entry["dtype"]
+    row = dtypes.by_name(dtype) if type(dtype) is str else None
+    if row is None:
+        raise UnknownDtypeError(
+            f"{where}: tensor {quoted(name)} has the dtype {quoted(dtype)}, which the format does not know"
+        )
+    shape = _shape(entry["shape"], where, name)
+    expected = _nbytes(row, shape, where, name)
+    begin, end = _offsets(entry["data_offsets"], where, name)
+    if end - begin != expected:
+        raise TensorSizeError(
+            f"{where}: tensor {quoted(name)} takes {expected} bytes as {list(shape)} {row.name}, "
+            f"but its data_offsets span {end - begin}"
+        )
+    return TensorSpan(row, shape, begin, end)
+
+
+def _shape(value: object, where: str, name: str) -> tuple[int, ...]:
+    if type(value) is not list or len(value) > _MOST_DIMENSIONS:
+        raise InvalidShapeError(
+            f"{where}: the shape of tensor {quoted(name)} must be a list of at most {_MOST_DIMENSIONS} numbers"
+        )
+    for size in value:
+        if type(size) is not int or size < 0:
+            raise InvalidShapeError(
+                f"{where}: tensor {quoted(name)} has the shape {quoted(str(value))}; "
+                "sizes are non-negative whole numbers"
+            )
+    return tuple(value)
+
+
+def _nbytes(row: ElementType, shape: tuple[int, ...], where: str, name: str) -> int:
+    count = 1
+    for size in shape:
+        count *= size or 1
+    if max(count, count * row.bits // 8) > _MOST_COUNTABLE:
+        raise SizeOverflowError(
+            f"{where}: tensor {quoted(name)} has the shape {list(shape)}, more than can be counted in 63 bits"
+        )
+    expected = dtypes.nbytes(row, shape)
+    if expected is None:
+        raise PartialByteError(
+            f"{where}: tensor {quoted(name)} ends inside of a byte: {list(shape)} elements of {row.bits} bits each"
+        )
+    return expected
+
+
+def _offsets(value: object, where: str, name: str) -> tuple[int, int]:
+    if type(value) is list and len(value) == 2:
+        begin, end = value
+        if type(begin) is int and type(end) is int and 0 <= begin <= end <= _MOST_COUNTABLE:
+            return begin, end
+    raise InvalidOffsetsError(
+        f"{where}: tensor {quoted(name)} has the data_offsets {quoted(str(value))}; "
+        "they are two non-negative whole numbers, begin and end"
+    )
+
+
+def _check_coverage(tensors: dict[str, TensorSpan], where: str) -> None:
+    reached, last = 0, "the beginning of the data"
+    for name, span in tensors.items():
+        if span.begin > reached:
+            raise OffsetGapError(
+                f"{where}: {span.begin - reached} bytes between {last} and tensor {quoted(name)} belong to no tensor"
+            )
+        if span.begin < reached:
+            raise OffsetOverlapError(
+                f"{where}: tensor {quoted(name)} begins {reached - span.begin} bytes inside {last}"
+            )
+        reached, last = span.end, f"tensor {quoted(name)}"

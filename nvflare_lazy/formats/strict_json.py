@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON from a stranger, read member by member: nothing is built that the caller did not ask for.
+
+A general parser builds whatever it is sent, and a header of empty lists takes twenty times its size. The headers and
+indexes of checkpoints are objects of known shape, so here the shape leads and the text has to follow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from typing import TYPE_CHECKING, Any
+
+from nvflare_lazy.errors import DuplicateKeyError, HeaderEncodingError, HeaderJsonError, TooManyTensorsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from typing_extensions import Buffer
+
+# Each name costs a few hundred bytes once it is read, however short it is in the file.
+_MOST_MEMBERS = 1_000_000
+# Longest text of a flat object: 64 dimensions of 20 digits and generous white space.
+_MOST_FLAT_TEXT = 16_384
+
+_TOKEN = re.compile(r"[ \t\n\r]*(.?)", re.DOTALL)
+_FLAT_OBJECT = re.compile(rf"[ \t\n\r]*(\{{[^{{}}]{{0,{_MOST_FLAT_TEXT}}}\}})")
+_NESTING_OR_STRING = re.compile(r'["\[\]{}]')
+_LITERAL_END = re.compile(r"[^,}\]]*")
+_SPACES_TO_THE_END = re.compile(r" *\Z")
+# A value nobody asked for is passed over character by character, which takes a second for ten megabytes.
+_MOST_SKIPPED_TEXT = 1 << 20
+
+_quote = reprlib.Repr()
+_quote.maxstring = 120
+
+
+def quoted(name: object) -> str:
+    """Return what a stranger wrote as it should stand in a message: quoted, and cut if it is very long."""
+    return _quote.repr(name)
+
+
+class JsonCursor:
+    """A place in a JSON text, moved on by what is taken from there.
+
+    Args:
+        text: The JSON, in UTF-8.
+        where: What the text is, for messages.
+    """
+
+    def __init__(self, text: Buffer, where: str) -> None:
+        # One byte a character, whatever the text: all that JSON itself is made of is ASCII, and the strings are
+        # decoded one by one.
+        self._text = str(text, "latin-1")
+        self._where = where
+        self.position = 0
+
+    def members(self) -> Iterator[str]:
+        """Enter an object and yield its keys; the caller takes each value before asking for the next key."""
+        self._take("{")
+        if self._peek() == "}":
+            self._take("}")
+            return
+        seen: set[str] = set()
+        while True:
+            key = self.string()
+            if key in seen:
+                raise DuplicateKeyError(f"{self._where}: the key {quoted(key)} stands there twice")
+            if len(seen) == _MOST_MEMBERS:
+                raise TooManyTensorsError(f"{self._where}: more than {_MOST_MEMBERS} names in one JSON object")
+            seen.add(key)
+            self._take(":")
+            yield key
+            if self._take(",}") == "}":
+                return
+
+    def string(self) -> str:
+        """Take a string."""
+        self._take('"')
+        start = self.position - 1
+        try:
+            value, self.position = _DECODER.raw_decode(self._text, start)
+            raw = self._text[start : self.position]
+            if not raw.isascii():
+                value, _ = _DECODER.raw_decode(raw.encode("latin-1").decode("utf-8"))
+            if not value.isascii():
+                value.encode("utf-8")
+        except UnicodeError as error:
+            raise HeaderEncodingError(f"{self._where}: a string at byte {start} is not UTF-8 ({error})") from None
+        except ValueError as error:
+            raise self.fault(f"{error}") from None
+        return str(value)
+
+    def flat_object(self) -> dict[str, Any] | None:
+        """Take an object that holds no other objects, or return None if there is none here (or a very long one)."""
+        match = _FLAT_OBJECT.match(self._text, self.position)
+        if match is None:
+            return None
+        try:
+            value = _DECODER.decode(match[1])
+        except RecursionError:
+            raise self.fault("lists nested too deep") from None
+        except _DuplicateInObjectError as error:
+            raise DuplicateKeyError(f"{self._where}: the key {quoted(str(error))} stands twice in one entry") from None
+        except ValueError as error:
+            raise self.fault(f"{error}") from None
+        self.position = match.end()
+        assert isinstance(value, dict)
+        return value
+
+    def skip(self) -> None:
+        """Pass over any value without building it; what is inside of it is not checked."""
+        if self._peek() not in ("[", "{", '"'):
+            self.position = self._end_of(_LITERAL_END)
+            return
+        depth = 0
+        most = self.position + _MOST_SKIPPED_TEXT
+        while True:
+            match = _NESTING_OR_STRING.search(self._text, self.position, most)
+            if match is None:
+                raise self.fault("a value that does not end, or not within a megabyte")
+            self.position = match.start()
+            if match[0] == '"':
+                self.string()
+            else:
+                self.position += 1
+                depth += 1 if match[0] in "[{" else -1
+            if depth <= 0:
+                return
+
+    def only_spaces_follow(self) -> bool:
+        """Whether nothing but spaces comes after this place."""
+        return _SPACES_TO_THE_END.match(self._text, self.position) is not None
+
+    def is_at(self, character: str) -> bool:
+        """Whether a value that begins with `character` comes next."""
+        return self._peek() == character
+
+    def fault(self, what: str) -> HeaderJsonError:
+        """Return the error to raise for text that does not go on as it should from here."""
+        return HeaderJsonError(f"{self._where}: not the JSON it should be, at byte {self.position}: {what}")
+
+    def _peek(self) -> str:
+        match = _TOKEN.match(self._text, self.position)
+        return match[1] if match else ""
+
+    def _take(self, expected: str) -> str:
+        match = _TOKEN.match(self._text, self.position)
+        found = match[1] if match else ""
+        if not found or found not in expected:
+            wanted = " or ".join(map(repr, expected))
+            raise self.fault(f"expected {wanted}, found {found!r}" if found else f"expected {wanted}, found the end")
+        assert match is not None
+        self.position = match.end()
+        return found
+
+    def _end_of(self, pattern: re.Pattern[str]) -> int:
+        match = pattern.match(self._text, self.position)
+        return match.end() if match else self.position
+
+
+class _DuplicateInObjectError(Exception):
+    pass
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise _DuplicateInObjectError(key)
+        made[key] = value
+    return made
+
+
+def _number(digits: str) -> int | float:
+    if digits == "-0":
+        return -0.0
+    # Python refuses to read very long numbers, with an error of its own; this one is too large for anybody.
+    return int(digits) if len(digits) <= 20 else 1 << 64
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates, parse_int=_number)
