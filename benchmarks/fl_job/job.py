@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The measured job, written as the folder NVFlare takes: the same job for stock NVFlare and for every level of use."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Who does what: `stock` and `offload` are NVFlare alone, without and with its own disk offload. `component` adds only
+# the TensorOffload component on the server; `lazy` adds our aggregator and persistor; `lazy-both` adds the clients.
+MODES = ("stock", "offload", "component", "lazy", "lazy-both")
+
+
+@dataclass(frozen=True)
+class FLJob:
+    """One federated job.
+
+    Args:
+        mode: One of `MODES`.
+        clients: Number of clients, all of which take part in every round.
+        model_mib: Size of the model; fractions of a MiB make an idle job.
+        tensors: Number of equal tensors it consists of.
+        rounds: Number of rounds.
+        dtype: A torch dtype's name.
+        exchange: "pytorch" or "numpy".
+        difference: Whether the clients send differences instead of the whole.
+        external: Whether the trainers are processes of their own.
+        offload: Arguments for the TensorOffload component.
+        aggregator: Arguments for the LazyAggregator.
+        persistor: Arguments for the LazyModelPersistor.
+        controller: Further arguments for the FedAvg controller.
+        components: Further components of the server's configuration.
+        filters: The server's filters of task results.
+        trainer: Another client script.
+        files: Further files for the job's `custom` folder.
+    """
+
+    mode: str = "stock"
+    clients: int = 2
+    model_mib: float = 64
+    tensors: int = 8
+    rounds: int = 2
+    dtype: str = "float32"
+    exchange: str = "pytorch"
+    difference: bool = False
+    external: bool = False
+    offload: dict[str, Any] = field(default_factory=dict)
+    aggregator: dict[str, Any] = field(default_factory=dict)
+    persistor: dict[str, Any] = field(default_factory=dict)
+    controller: dict[str, Any] = field(default_factory=dict)
+    components: tuple[dict[str, Any], ...] = ()
+    filters: tuple[dict[str, Any], ...] = ()
+    trainer: Path | None = None
+    files: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode {self.mode!r} is none of {', '.join(MODES)}")
+
+    @property
+    def elements(self) -> int:
+        """Elements of one tensor."""
+        itemsize = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}[self.dtype]
+        return max(1, int(self.model_mib * (1 << 20) / self.tensors / itemsize))
+
+    @property
+    def _lazy(self) -> bool:
+        return self.mode in ("component", "lazy", "lazy-both")
+
+    def write(self, folder: Path) -> Path:
+        """Write the job's folder and return it."""
+        config, custom = folder / "app" / "config", folder / "app" / "custom"
+        config.mkdir(parents=True)
+        custom.mkdir()
+        here = Path(__file__).parent
+        shutil.copy(here / "synthetic_model.py", custom)
+        shutil.copy(self.trainer or here / "trainer.py", custom / "trainer.py")
+        for file in self.files:
+            shutil.copy(file, custom)
+        meta = {"name": folder.name, "min_clients": self.clients, "deploy_map": {"app": ["@ALL"]}, "resource_spec": {}}
+        for path, content in (
+            (folder / "meta.json", meta),
+            (config / "config_fed_server.json", self.server()),
+            (config / "config_fed_client.json", self.client()),
+        ):
+            path.write_text(json.dumps(content, indent=2))
+        return folder
+
+    def server(self) -> dict[str, Any]:
+        """Return the content of `config_fed_server.json`."""
+        model = {
+            "path": "synthetic_model.SyntheticModel",
+            "args": {"tensors": self.tensors, "elements": self.elements, "dtype": self.dtype},
+        }
+        controller: dict[str, Any] = {
+            "num_clients": self.clients,
+            "num_rounds": self.rounds,
+            "enable_tensor_disk_offload": self.mode != "stock",
+            **self.controller,
+        }
+        components: list[dict[str, Any]] = []
+        if self._lazy:
+            components.append({"id": "offload", "path": "nvflare_lazy.flare.TensorOffload", "args": self.offload})
+        if self.mode in ("lazy", "lazy-both"):
+            controller["aggregator"] = {"path": "nvflare_lazy.flare.LazyAggregator", "args": self.aggregator}
+            persistor = {"path": "nvflare_lazy.flare.LazyModelPersistor", "args": {"model": model, **self.persistor}}
+        else:
+            persistor = {
+                "path": "nvflare.app_opt.pt.file_model_persistor.PTFileModelPersistor",
+                "args": {"model": model, "allow_numpy_conversion": self.exchange == "numpy"},
+            }
+        if self.exchange == "numpy" and self.mode in ("lazy", "lazy-both"):
+            persistor["args"] = {**persistor["args"], "exchange_format": "numpy"}  # type: ignore[dict-item]
+        components.append({"id": "persistor", **persistor})
+        components.extend(self.components)
+        return {
+            "format_version": 2,
+            "workflows": [
+                {"id": "controller", "path": "nvflare.app_common.workflows.fedavg.FedAvg", "args": controller}
+            ],
+            "components": components,
+            "task_data_filters": [],
+            "task_result_filters": [{"tasks": ["*"], "filters": list(self.filters)}] if self.filters else [],
+        }
+
+    def client(self) -> dict[str, Any]:
+        """Return the content of `config_fed_client.json`."""
+        both = self.mode == "lazy-both"
+        flags = [flag for flag, on in (("--difference", self.difference), ("--install", both)) if on]
+        executor: dict[str, Any] = {"params_exchange_format": self.exchange, "server_expected_format": self.exchange}
+        if self.external:
+            executor |= {
+                "execution_mode": "external_process",
+                "command": [sys.executable, "-u", "custom/trainer.py", *flags],
+            }
+        else:
+            executor |= {
+                "execution_mode": "in_process",
+                "task_script_path": "trainer.py",
+                "task_script_args": " ".join(flags),
+            }
+        path = "nvflare.app_common.executors.client_api_executor.ClientAPIExecutor"
+        plugin = {"id": "offload", "path": "nvflare_lazy.flare.TensorOffload", "args": self.offload}
+        return {
+            "format_version": 2,
+            "executors": [{"tasks": ["*"], "executor": {"path": path, "args": executor}}],
+            "components": [plugin] if both else [],
+            "task_data_filters": [],
+            "task_result_filters": [],
+        }

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a measured run of a job came to."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fl_job.job import FLJob
+from benchmarks.fl_job.sampling import Sample, ScratchSample
+
+MIB = 1 << 20
+_ROUND = re.compile(r"Round \d+ started")
+_END = re.compile(r"Finished (FedAvg|ScatterAndGather|Scaffold)")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Samples, times and files of one run."""
+
+    job: FLJob
+    seconds: float
+    status: int
+    samples: list[Sample]
+    scratch_samples: list[ScratchSample]
+    server_log: str
+    records: list[dict[str, str]]
+    server_run_dir: Path
+    workspace: Path
+    output: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the run ended well."""
+        return self.status == 0
+
+    def peak(self, role: str) -> int:
+        """Return the most anonymous memory one process of a role had, in bytes; roles are prefixes."""
+        return max((sample.anon for sample in self.samples if sample.role.startswith(role)), default=0)
+
+    @property
+    def server_peak(self) -> int:
+        """Most anonymous memory the server's job process had."""
+        return self.peak("server")
+
+    @property
+    def client_peak(self) -> int:
+        """Most anonymous memory any client's job process had."""
+        return self.peak("client")
+
+    @property
+    def scratch_peak(self) -> int:
+        """Most bytes the scratch had on disk."""
+        return max((sample.nbytes for sample in self.scratch_samples), default=0)
+
+    @property
+    def round_seconds(self) -> list[float]:
+        """Seconds of each round, from the server's log."""
+        times = [
+            datetime.strptime(record["asctime"], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+            for record in self.records
+            if _ROUND.search(record["message"]) or _END.search(record["message"])
+        ]
+        return [after - before for before, after in pairwise(times)]
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers that matter, ready for JSON or a table."""
+        rounds = self.round_seconds
+        return {
+            "mode": self.job.mode,
+            "clients": self.job.clients,
+            "model_mib": self.job.model_mib,
+            "tensors": self.job.tensors,
+            "rounds": self.job.rounds,
+            "status": self.status,
+            "server_peak_mib": round(self.server_peak / MIB),
+            "client_peak_mib": round(self.client_peak / MIB),
+            "trainer_peak_mib": round(self.peak("trainer") / MIB),
+            "scratch_peak_mib": round(self.scratch_peak / MIB),
+            "round_seconds": [round(seconds, 2) for seconds in rounds],
+            "seconds": round(self.seconds, 1),
+        }
+
+    def to_json(self) -> str:
+        """Return the summary and every sample."""
+        return json.dumps(
+            {
+                "summary": self.summary(),
+                "samples": [asdict(sample) for sample in self.samples],
+                "scratch": [asdict(sample) for sample in self.scratch_samples],
+            }
+        )
+
+
+def read_records(path: Path) -> list[dict[str, str]]:
+    """Return the records of NVFlare's JSON log; a last line that a killed process did not finish is left out."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
