@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Casting while reading: the same bits as `torch.Tensor.to`, from any offset, and nothing but floats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvflare_lazy.errors import UnsupportedDtypeError
+from nvflare_lazy.formats import cast_source
+from nvflare_lazy.formats.cast_source import CastSource, cast_floating
+from nvflare_lazy.tensors.byte_source import FileSource, MemorySource, OpenFile
+from nvflare_lazy.tensors.raw_bytes import storage_bytes
+from nvflare_lazy.tensors.tensor_entry import TensorEntry
+from tests.tensors.byte_source_contract import ByteSourceContract
+
+FLOATS = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+]
+
+
+def samples(dtype: torch.dtype) -> torch.Tensor:
+    """Every bit pattern of a narrow type; of a wide one, random patterns and the hard cases of rounding."""
+    if dtype.itemsize <= 2:
+        patterns = torch.arange(2 ** (8 * dtype.itemsize))
+        return patterns.to(torch.uint8 if dtype.itemsize == 1 else torch.uint16).view(dtype)
+    random = torch.randint(0, 256, (40_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(7)).view(dtype)
+    halfway = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 65504.0, 65519.99, 65520.0, 2**-24, 2**-25, 3.39e38], dtype=dtype)
+    special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 448.0, 464.0, 1e9], dtype=dtype)
+    return torch.cat([random, halfway, special])
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(storage_bytes(tensor))
+
+
+def cast(tensor: torch.Tensor, to_dtype: torch.dtype) -> CastSource:
+    return CastSource(MemorySource(as_bytes(tensor)), tensor.dtype, to_dtype)
+
+
+class TestNarrowing(ByteSourceContract):
+    def make(self, tmp_path):
+        values = torch.randn(333, generator=torch.Generator().manual_seed(1))
+        (tmp_path / "file").write_bytes(b"head" + as_bytes(values))
+        source = FileSource(OpenFile(tmp_path / "file"), 4, values.nbytes)
+        return CastSource(source, torch.float32, torch.bfloat16), as_bytes(values.bfloat16())
+
+
+class TestWideningInSmallTiles(ByteSourceContract):
+    @pytest.fixture(autouse=True)
+    def small_tiles(self, monkeypatch):
+        monkeypatch.setattr(cast_source, "_TILE_ELEMENTS", 5)
+
+    def make(self, tmp_path):
+        values = torch.randn(77, generator=torch.Generator().manual_seed(1)).half()
+        return cast(values, torch.float64), as_bytes(values.double())
+
+
+@pytest.mark.parametrize("to_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("from_dtype", FLOATS, ids=str)
+def test_rounds_like_torch(from_dtype, to_dtype):
+    """Bit for bit what `.to()` gives: all patterns of the narrow types, NaN payloads and subnormals included."""
+    values = samples(from_dtype)
+    assert bytes(cast(values, to_dtype).read()) == as_bytes(values.to(to_dtype))
+
+
+@given(st.data())
+def test_any_range(data):
+    """Where a read begins and ends makes no difference to the bytes."""
+    values = torch.linspace(-3, 3, 600_000)
+    made, expected = cast(values, torch.float16), as_bytes(values.half())
+    start = data.draw(st.integers(0, made.nbytes))
+    stop = data.draw(st.integers(start, made.nbytes))
+    assert bytes(made.read(start, stop - start)) == expected[start:stop]
+
+
+@pytest.mark.parametrize(
+    ("from_dtype", "to_dtype"),
+    [
+        (torch.float32, torch.int32),
+        (torch.int64, torch.float32),
+        (torch.bool, torch.bfloat16),
+        (torch.complex64, torch.float32),
+        (torch.float32, torch.complex64),
+        (torch.int64, torch.int8),
+    ],
+    ids=str,
+)
+def test_refuses_what_loses_more_than_digits(from_dtype, to_dtype):
+    """Only floats are cast, to floats; the error names both types."""
+    with pytest.raises(UnsupportedDtypeError, match=f"{from_dtype} is not cast to {to_dtype}"):
+        CastSource(MemorySource(bytes(16)), from_dtype, to_dtype)
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no 4-bit float")
+def test_refuses_what_torch_cannot_cast():
+    """An error at once, not while the file is being written; it names the tensor."""
+    entries = {"layer.w": TensorEntry(MemorySource(bytes(16)), torch.float4_e2m1fn_x2, (4, 4))}
+    with pytest.raises(UnsupportedDtypeError, match=r"layer\.w.*cannot cast"):
+        cast_floating(entries, torch.bfloat16)
+
+
+def test_casts_what_module_to_casts():
+    """Floats change; integers, booleans, complex numbers and what already has the type stay the same entries."""
+    tensors = {
+        "float": torch.randn(3, 4),
+        "half": torch.randn(5).half(),
+        "steps": torch.tensor(7),
+        "mask": torch.tensor([True, False]),
+        "phases": torch.randn(2, dtype=torch.complex64),
+        "done": torch.randn(2).bfloat16(),
+        "empty": torch.randn(0, 3),
+    }
+    entries = {name: TensorEntry(MemorySource(as_bytes(t)), t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    made = cast_floating(entries, torch.bfloat16)
+    for name, tensor in tensors.items():
+        expected = tensor.to(torch.bfloat16) if tensor.dtype.is_floating_point else tensor
+        torch.testing.assert_close(made[name].lazy().materialize(), expected, rtol=0, atol=0)
+    assert {name for name in entries if made[name] is entries[name]} == {"steps", "mask", "phases", "done"}
+
+
+def test_casts_views():
+    """A transposed, sliced view of a storage is cast as what it shows."""
+    storage = torch.randn(6, 8)
+    view = storage.t()[1:7:2]
+    entry = TensorEntry(
+        MemorySource(as_bytes(storage)), torch.float32, tuple(view.shape), view.stride(), view.storage_offset()
+    )
+    made = cast_floating({"view": entry}, torch.float16)["view"]
+    assert torch.equal(made.lazy().materialize(), view.half())
+
+
+@pytest.mark.parametrize(
+    ("from_dtype", "to_dtype", "values", "overflows"),
+    [
+        (torch.float32, torch.float16, [65504.0, 65505.0, -1e9, float("inf"), float("nan"), 1.0], 2),
+        (torch.float64, torch.bfloat16, [1e300, 3e38, float("-inf")], 1),
+        (torch.float8_e5m2, torch.float8_e4m3fn, [448.0, 512.0, -57344.0], 2),
+        (torch.float16, torch.bfloat16, [65504.0], 0),
+        (torch.bfloat16, torch.float32, [3e38], 0),
+    ],
+)
+def test_counts_what_does_not_fit(from_dtype, to_dtype, values, overflows):
+    """Finite values beyond the range of the new type are counted; infinities and NaN were so before."""
+    source = cast(torch.tensor(values, dtype=torch.float64).to(from_dtype), to_dtype)
+    source.read()
+    assert source.overflows == overflows
