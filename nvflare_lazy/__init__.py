@@ -27,11 +27,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LazyTensor": "nvflare_lazy.tensors.lazy_tensor",
-    "LazyTensorDict": "nvflare_lazy.formats",
-    "aggregate": "nvflare_lazy.aggregation",
+    "LazyTensorDict": "nvflare_lazy.tensors.lazy_tensor_dict",
+    "aggregate": "nvflare_lazy.aggregation.aggregate",
     "install": "nvflare_lazy.transport.registration",
-    "open": "nvflare_lazy.formats",
-    "save": "nvflare_lazy.formats",
+    "open": "nvflare_lazy.formats.opening",
+    "save": "nvflare_lazy.formats.stream_saver",
 }
 
 __all__ = ["LazyTensor", "LazyTensorDict", "aggregate", "install", "open", "save"]

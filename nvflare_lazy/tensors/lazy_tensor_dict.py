@@ -12,6 +12,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -63,9 +64,10 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
     def __init__(
         self, key_to_file: Mapping[str, tuple[str, str]], temp_dir: str | os.PathLike[str] | None = None
     ) -> None:
-        # Told by the package of file formats, which builds on this one and cannot be imported from here.
         if LazyTensorDict._open_file is None:
-            raise RuntimeError("import nvflare_lazy before making a LazyTensorDict from files")
+            # The package of file formats builds on this one, so it says at its import how files are opened.
+            import_module("nvflare_lazy.formats")
+        assert LazyTensorDict._open_file is not None
         files = {path: LazyTensorDict._open_file(path) for path in {path for path, _ in key_to_file.values()}}
         entries = {name: files[path][key] for name, (path, key) in key_to_file.items()}
         self._set(entries, {}, {}, None if temp_dir is None else OwnedDirectory(temp_dir))

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Byte sources: files, memory and slices of them, and how a file is shared and given back."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import threading
+import weakref
+
+import pytest
+
+from nvflare_lazy.errors import LazyTensorError, ReleasedSourceError, SourceError, TruncatedSourceError
+from nvflare_lazy.tensors import byte_source
+from nvflare_lazy.tensors.byte_source import FailedSource, FileSource, MemorySource, OpenFile, SourceSlice, open_source
+from tests.tensors.byte_source_contract import ByteSourceContract
+
+DATA = random.Random(1).randbytes(1000)
+
+
+class TestFileSource(ByteSourceContract):
+    def make(self, tmp_path):
+        path = tmp_path / "file"
+        path.write_bytes(b"head" + DATA + b"tail")
+        return FileSource(OpenFile(path), 4, len(DATA)), DATA
+
+
+class TestMemorySource(ByteSourceContract):
+    def make(self, tmp_path):
+        return MemorySource(DATA), DATA
+
+
+class TestSourceSlice(ByteSourceContract):
+    def make(self, tmp_path):
+        return SourceSlice(MemorySource(b"abc" + DATA + b"d"), 3, len(DATA)), DATA
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_short_reads_are_continued(tmp_path, monkeypatch):
+    """The kernel may return less than was asked for: large reads are put together from parts."""
+    monkeypatch.setattr(byte_source, "_MOST_BYTES_A_READ", 7)
+    (tmp_path / "file").write_bytes(DATA)
+    assert bytes(open_source(tmp_path / "file").read()) == DATA
+
+
+def test_descriptor_lives_as_long_as_a_slice(tmp_path):
+    """One descriptor a file, closed with the last slice of it, along with what was to be kept alive."""
+
+    class Lease:
+        pass
+
+    (tmp_path / "file").write_bytes(DATA)
+    before, lease = descriptors(), Lease()
+    gone = weakref.ref(lease)
+    source = FileSource(OpenFile(tmp_path / "file", keep_alive=lease), 0, 100)
+    parts = [source.slice(i, 10) for i in range(50)]
+    del source, lease
+    assert descriptors() == before + 1
+    assert gone() is not None
+    assert bytes(parts[7].read()) == DATA[7:17]
+    parts.clear()
+    gc.collect()
+    assert descriptors() == before
+    assert gone() is None
+
+
+def test_survives_rename_and_removal(tmp_path):
+    """The file is never looked up by name again."""
+    path = tmp_path / "file"
+    path.write_bytes(DATA)
+    source = open_source(path)
+    path.unlink()
+    path.write_bytes(b"x" * len(DATA))
+    assert bytes(source.read()) == DATA
+
+
+def test_truncation_is_an_error(tmp_path):
+    """A file that shrinks after it was opened raises an error that names it, not zeros and not a signal."""
+    path = tmp_path / "file"
+    path.write_bytes(DATA)
+    source = open_source(path)
+    os.truncate(path, 500)
+    assert bytes(source.read(0, 500)) == DATA[:500]
+    with pytest.raises(TruncatedSourceError, match=r"file ends at byte 500, 1 bytes before"):
+        source.read(400, 101)
+
+
+def test_promise_beyond_the_file_is_an_error(tmp_path):
+    """A tensor cannot be laid beyond the end of its file."""
+    (tmp_path / "file").write_bytes(DATA)
+    with pytest.raises(TruncatedSourceError, match="1000 bytes"):
+        FileSource(OpenFile(tmp_path / "file"), 999, 2)
+
+
+def test_kernel_errors_are_ours(tmp_path, monkeypatch):
+    """An I/O error of the kernel comes out as a `SourceError` that is an `OSError` too."""
+    (tmp_path / "file").write_bytes(DATA)
+    source = open_source(tmp_path / "file")
+
+    def fail(*args: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(SourceError, match="Input/output error") as caught:
+        source.read()
+    assert isinstance(caught.value, OSError)
+    assert isinstance(caught.value, LazyTensorError)
+
+
+def test_closed_file_raises(tmp_path):
+    """Reading what was given back raises; giving it back twice does not."""
+    (tmp_path / "file").write_bytes(DATA)
+    file = OpenFile(tmp_path / "file")
+    source = FileSource(file, 0, 10)
+    file.close()
+    file.close()
+    assert file.closed
+    with pytest.raises(ReleasedSourceError, match="has been released"):
+        source.read()
+
+
+def test_close_never_races_a_read(tmp_path):
+    """A close under running reads never lets them see the bytes of a file that got the same descriptor."""
+    (tmp_path / "a").write_bytes(b"a" * 4096)
+    (tmp_path / "b").write_bytes(b"b" * 4096)
+    wrong: list[bytes] = []
+    for _ in range(200):
+        file = OpenFile(tmp_path / "a")
+        source = FileSource(file, 0, 4096)
+        barrier = threading.Barrier(3)
+
+        def read(source=source, barrier=barrier) -> None:
+            barrier.wait()
+            try:
+                for _ in range(20):
+                    data = bytes(source.read())
+                    if data != b"a" * 4096:
+                        wrong.append(data)
+            except ReleasedSourceError:
+                pass
+
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        barrier.wait()
+        file.close()
+        others = [os.open(tmp_path / "b", os.O_RDONLY) for _ in range(4)]
+        for reader in readers:
+            reader.join()
+        for other in others:
+            os.close(other)
+    assert not wrong
+
+
+def test_failed_source_raises_a_fresh_copy():
+    """A failure raises on every use, of the same type and text, and does not collect the frames of earlier ones."""
+    error = SourceError("the sender died")
+    source = FailedSource(8, error)
+    for _ in range(3):
+        with pytest.raises(SourceError, match="the sender died") as caught:
+            source.read()
+        assert caught.value is not error
+    assert error.__traceback__ is None
+    assert "the sender died" in source.describe()
+    assert source.read(0, 0) == b""

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dictionary of lazy tensors: a mapping, cheap to carry, and the owner of the files behind it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Mapping
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import nvflare_lazy
+from nvflare_lazy.errors import ReleasedSourceError
+from nvflare_lazy.tensors.byte_source import FileSource, OpenFile
+from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.tensors.tensor_entry import TensorEntry
+
+
+class Lease:
+    """Something to be given back, which counts how often it was, and tells when it is gone."""
+
+    def __init__(self) -> None:
+        self.released = 0
+        self.gone = threading.Event()
+        weakref.finalize(self, self.gone.set)
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def make(tmp_path, keep_alive=None) -> LazyTensorDict:
+    path = tmp_path / "data"
+    torch.arange(20, dtype=torch.float32).numpy().tofile(path)
+    file = OpenFile(path)
+    entries = {
+        "a": TensorEntry(FileSource(file, 0, 40), torch.float32, (2, 5)),
+        "b": TensorEntry(FileSource(file, 40, 40), torch.float32, (5, 2), (1, 5), 0),
+    }
+    entries["tied"] = entries["a"]
+    return LazyTensorDict.from_entries(entries, metadata={"k": "v"}, extras={"epoch": 3}, keep_alive=keep_alive)
+
+
+def test_is_a_mapping(tmp_path):
+    """All that a mapping does, with lazy tensors in the order they were given."""
+    made = make(tmp_path)
+    assert isinstance(made, Mapping)
+    assert list(made) == list(made.keys()) == ["a", "b", "tied"]
+    assert len(made) == 3
+    assert "a" in made
+    assert "z" not in made
+    assert made.get("z", 5) == 5
+    with pytest.raises(KeyError, match="z"):
+        made["z"]
+    assert all(isinstance(tensor, LazyTensor) for tensor in made.values())
+    assert [key for key, _ in made.items()] == list(made)
+    assert isinstance(made.make_lazy_ref("a"), LazyTensor)
+    assert torch.equal(made["b"], torch.arange(10, 20).float().reshape(2, 5).T)
+    assert dict(made).keys() == made.keys()
+    assert (made.metadata, made.extras, made.nbytes) == ({"k": "v"}, {"epoch": 3}, 120)
+    assert repr(made) == "LazyTensorDict(3 tensors, 120 bytes)"
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        made["a"] = torch.zeros(1)
+
+
+def test_tied_entries_stay_tied(tmp_path):
+    """Two names of one entry give one object, so that it is sent once and saved as tied."""
+    made = make(tmp_path)
+    a = made["a"]
+    assert made["tied"] is a
+    assert made["b"] is not a
+    assert made["a"] is a
+
+
+def test_loads_into_a_module(tmp_path):
+    """A module takes it for a state dict."""
+    module = torch.nn.Module()
+    module.register_parameter("a", torch.nn.Parameter(torch.zeros(2, 5)))
+    assert module.load_state_dict(make(tmp_path), strict=False).missing_keys == []
+    assert torch.equal(module.a.data, torch.arange(10).float().reshape(2, 5))
+
+
+def test_twenty_thousand_entries_cost_nothing(tmp_path):
+    """Making and copying a large dictionary makes no tensor."""
+    source = FileSource(OpenFile("/dev/null"), 0, 0)
+    entries = {f"{i}": TensorEntry(source, torch.float32, (0,)) for i in range(20_000)}
+    made = LazyTensorDict.from_entries(entries)
+    assert made.nbytes == 0
+    assert all(entry._made is None for entry in made.entries.values())
+
+
+def test_cleanup_releases_now(tmp_path):
+    """After cleanup() the lease is back, whoever still holds tensors, and reading one says why it cannot."""
+    lease = Lease()
+    made = make(tmp_path, lease)
+    held = made["a"]
+    part = held[1]
+    made.cleanup()
+    made.cleanup()
+    assert lease.released == 1
+    for tensor in (held, part, made["a"], made["b"]):
+        with pytest.raises(ReleasedSourceError, match="released"):
+            tensor.sum()
+    assert made["a"].shape == (2, 5)
+    assert list(made) == ["a", "b", "tied"]
+
+
+def test_last_tensor_keeps_the_lease(tmp_path):
+    """The lease lives as long as the dictionary or any tensor or view from it."""
+    lease = Lease()
+    gone = lease.gone
+    made = make(tmp_path, lease)
+    view = made["b"][1:]
+    del made, lease
+    gc.collect()
+    assert not gone.is_set()
+    assert view.sum() > 0
+    del view
+    gc.collect()
+    assert gone.is_set()
+
+
+def test_from_files_like_nvflares(tmp_path):
+    """The constructor NVFlare's own class has: names to files, and a directory that goes with the last tensor."""
+    directory = tmp_path / "received"
+    directory.mkdir()
+    save_file({"x": torch.ones(3), "y": torch.zeros(2)}, directory / "0.safetensors")
+    save_file({"x": torch.full((2,), 7.0)}, directory / "1.safetensors")
+    names = {"T0": (str(directory / "0.safetensors"), "x"), "T1": (str(directory / "1.safetensors"), "x")}
+    made = nvflare_lazy.LazyTensorDict(names, str(directory))
+    assert torch.equal(made["T0"], torch.ones(3))
+    tensor = made["T1"]
+    del made
+    gc.collect()
+    assert directory.exists()
+    assert torch.equal(tensor, torch.full((2,), 7.0))
+    del tensor
+    gc.collect()
+    assert not directory.exists()
+
+
+def test_a_name_that_is_not_in_its_file(tmp_path):
+    """A file without the tensor it should hold is a KeyError with the name."""
+    save_file({"x": torch.ones(3)}, tmp_path / "0.safetensors")
+    with pytest.raises(KeyError, match="nothing"):
+        nvflare_lazy.LazyTensorDict({"T0": (str(tmp_path / "0.safetensors"), "nothing")})
+
+
+def test_cleanup_removes_the_directory(tmp_path):
+    """cleanup() removes the directory at once, and a directory that is gone already is no error."""
+    directory = tmp_path / "received"
+    directory.mkdir()
+    save_file({"x": torch.ones(3)}, directory / "0.safetensors")
+    made = nvflare_lazy.LazyTensorDict({"T": (str(directory / "0.safetensors"), "x")}, directory)
+    made.cleanup()
+    assert not directory.exists()
+    made.cleanup()
