@@ -1,46 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of one download: alive as long as its tensors are, gone at once when it is aborted."""
+"""What a receiver holds of one download's directory: alive as long as its tensors are, gone at once on an abort."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import itertools
+import re
+import weakref
 from typing import TYPE_CHECKING
 
 from nvflare_lazy.scratch.scratch_file import ScratchFile
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import TracebackType
 
     from typing_extensions import Self
 
+    from nvflare_lazy.scratch.directory import DownloadDirectory
+
+_SUFFIX = re.compile(r"(\.[A-Za-z0-9]{1,20}){0,2}")
+
 
 class DownloadScratch:
-    """A leased directory for one download; the `keep_alive` of the files in it."""
+    """A leased directory for one download; `JobScratch.download` makes them.
 
-    path: Path
-    label: str | None
+    It is the `keep_alive` of the files in it: give it to `OpenFile(path, keep_alive=download)`, and the directory is
+    removed when the last tensor goes. `release` does not wait for that: it stops what is still being written and
+    removes the directory now. Files that are open for reading stay readable until they are closed.
+
+    Args:
+        keep_alive: The job's handle, whose end would remove all its downloads.
+        directory: The directory.
+
+    Example:
+        >>> with job.download("result of site-1", expect=total) as download:  # released at the end of the block
+        ...     file = download.new_file()
+    """
+
+    def __init__(self, keep_alive: object, directory: DownloadDirectory) -> None:
+        self.path: Path = directory.path
+        self._keep_alive = keep_alive
+        self._directory = directory
+        self._numbers = itertools.count(1)
+        # Runs at the end of the interpreter, too.
+        self._finalizer = weakref.finalize(self, directory.release, wait=False)
 
     @property
     def released(self) -> bool:
-        """Whether it has been given back."""
-        raise NotImplementedError
+        """Whether it has been released, or is being."""
+        return self._directory.released
 
     @property
     def nbytes(self) -> int:
-        """Bytes held against the quota: what is written, and what is set aside."""
-        raise NotImplementedError
+        """Bytes it holds of the job's quota: what is written, and what is expected or set aside."""
+        return self._directory.allotment.nbytes
 
-    def new_file(self, suffix: str = ".safetensors") -> ScratchFile:
-        """Create a file to write to."""
-        raise NotImplementedError
+    def expect(self, nbytes: int) -> None:
+        """Set aside quota for files to come, so that a download that cannot end well does not begin.
+
+        Raises:
+            QuotaExceededError: If the job may not hold that much.
+            DiskFullError: If the disk cannot, or should not.
+        """
+        if nbytes < 0:
+            raise ValueError(f"a download of {nbytes} bytes")
+        with self._directory.writing():
+            self._directory.allotment.expect(nbytes)
 
     def settle(self) -> None:
-        """Give back what was expected and did not come: the download is complete."""
-        raise NotImplementedError
+        """Return what was expected and did not come: the download is complete."""
+        self._directory.allotment.settle()
+
+    def new_file(self, suffix: str = ".safetensors") -> ScratchFile:
+        """Create a file, named by this package, and open it for writing."""
+        if not _SUFFIX.fullmatch(suffix):
+            raise ValueError(f"{suffix!r} is not a suffix such as '.safetensors'")
+        return ScratchFile(self, self._directory, f"{next(self._numbers):05d}{suffix}")
 
     def release(self) -> None:
-        """Remove the directory and give its bytes back."""
-        raise NotImplementedError
+        """Remove the directory and return its bytes; when this returns, it is gone.
+
+        Writes that are running in other threads end with ReleasedScratchError, and are waited for. May be called any
+        number of times, from any thread.
+        """
+        self._finalizer.detach()
+        self._directory.release()
 
     def __enter__(self) -> Self:
         return self
@@ -49,3 +93,6 @@ class DownloadScratch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+    def __repr__(self) -> str:
+        return f"<DownloadScratch {self._directory.title} at {self.path}{', released' if self.released else ''}>"

@@ -1,21 +1,238 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where scratch lives: the argument, the environment, or a per-user directory, checked before anything is put in it."""
+"""Where scratch lives: the argument, the environment, or a per-user directory, checked before anything is put in it.
+
+Everything below the root is reached through a descriptor of it, by names this package made up; what has to be trusted
+is only that the root itself is ours, which is found out here.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import stat
+import sys
+import tempfile
 from pathlib import Path
+
+from nvflare_lazy.errors import ScratchError, ScratchPermissionError
+from nvflare_lazy.scratch.refusals import named
+from nvflare_lazy.scratch.trees import open_directory
+
+logger = logging.getLogger(__name__)
+
+ENVIRONMENT_VARIABLE = "NVFLARE_LAZY_SCRATCH"
+_MOST_LINKS = 40
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class ScratchRoot:
-    """The directory all scratch is under."""
+    """The directory all scratch is under: how it is chosen, made and checked."""
 
     @staticmethod
     def resolve(root: str | os.PathLike[str] | None = None) -> Path:
-        """Return the directory to use, made and checked."""
-        raise NotImplementedError
+        """Return the directory to use, made for this user alone if need be, and checked.
+
+        A directory that several users share, such as /tmp or a project's, is not used itself: a directory of this
+        user's own is made in it. Without a root, and without `NVFLARE_LAZY_SCRATCH`, it is the user's cache
+        directory, or the temporary one where there is no home that can be written to.
+
+        Args:
+            root: The directory the user asked for, if any.
+
+        Raises:
+            ScratchPermissionError: If others could put something else in its place, or this user may not write there.
+        """
+        path, chosen_by = ScratchRoot.locate(root)
+        if chosen_by != "default":
+            return _made(path)
+        try:
+            return _made(path)
+        except ScratchError as error:
+            logger.info("no scratch in the cache directory (%s); using the temporary one", error)
+        return _made(_temporary_root())
+
+    @staticmethod
+    def find(root: str | os.PathLike[str] | None = None) -> Path | None:
+        """Return the directory `resolve` would use if it exists already, and None otherwise; nothing is made."""
+        path, chosen_by = ScratchRoot.locate(root)
+        for candidate in [path] if chosen_by != "default" else [path, _temporary_root()]:
+            place = _part_to_use(_followed(candidate))
+            if place.is_dir() and not _is_shared(place):
+                return place
+        return None
 
     @staticmethod
     def locate(root: str | os.PathLike[str] | None = None) -> tuple[Path, str]:
-        """Return where the root would be, and who says so, without touching the disk."""
-        raise NotImplementedError
+        """Return where the root is asked to be, and by what: "argument", "environment" or "default"."""
+        if root is not None:
+            return _absolute(root), "argument"
+        if from_environment := os.environ.get(ENVIRONMENT_VARIABLE):
+            return _absolute(from_environment), "environment"
+        return _cache_root(), "default"
+
+
+def open_root(path: Path) -> int:
+    """Open a root that was resolved, and check once more that it is this user's alone."""
+    try:
+        fd = open_directory(path)
+    except OSError as error:
+        raise named(error, "open the scratch root", path) from error
+    if _is_shared_by(os.fstat(fd)):
+        os.close(fd)
+        raise ScratchPermissionError(f"the scratch root {path} has been replaced by somebody else's directory")
+    return fd
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(os.path.abspath(Path(path).expanduser()))
+    except (OSError, RuntimeError) as error:  # the working directory was deleted; there is no home
+        raise ScratchError(
+            f"cannot tell where the scratch root {os.fspath(path)} is: {error}; give an absolute path"
+        ) from error
+
+
+def _cache_root() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    home = Path(os.environ.get("HOME", ""))
+    base = cache if cache.is_absolute() else home
+    # After sudo, the home is still that of whoever called it; in a container it may be nobody's.
+    if not base.is_absolute() or not _is_ours(base):
+        return _temporary_root()
+    if base is home:
+        cache = home / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return Path(os.path.abspath(cache)) / "nvflare-lazy" / "scratch"
+
+
+def _is_ours(directory: Path) -> bool:
+    """Whether a directory, or the nearest one above it that exists, belongs to this user."""
+    for place in (directory, *directory.parents):
+        with contextlib.suppress(OSError):
+            return place.stat().st_uid == os.geteuid()
+    return False
+
+
+def _temporary_root() -> Path:
+    try:
+        return _own_part(_absolute(tempfile.gettempdir()))
+    except FileNotFoundError as error:
+        raise ScratchError(
+            f"there is neither a cache nor a temporary directory to write to; set {ENVIRONMENT_VARIABLE}"
+        ) from error
+
+
+def _own_part(directory: Path) -> Path:
+    """Return what this user's own directory is called in one that is shared."""
+    return directory / f"nvflare-lazy-{os.geteuid()}"
+
+
+def _made(path: Path) -> Path:
+    place = _followed(path)
+    try:
+        place = _part_to_use(place)
+        _make_missing(place)
+        _check(place)
+    except ScratchError:
+        raise
+    except OSError as error:
+        raise named(error, "use the scratch root", place) from error
+    return place
+
+
+def _is_shared(directory: Path) -> bool:
+    return _is_shared_by(os.stat(directory, follow_symlinks=False))
+
+
+def _is_shared_by(status: os.stat_result) -> bool:
+    return status.st_uid != os.geteuid() or bool(status.st_mode & _WRITABLE_BY_OTHERS)
+
+
+def _part_to_use(directory: Path) -> Path:
+    """Return the directory itself if it is, or will be, this user's alone, and else this user's part of it."""
+    if not directory.is_dir() or not _is_shared(directory):
+        return directory
+    mode = directory.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise ScratchPermissionError(
+            f"anybody may replace what is in {directory} (mode {stat.S_IMODE(mode):04o}): set its sticky bit "
+            f"(chmod +t), or give a directory of your own in it as scratch root, such as {_own_part(directory)}"
+        )
+    return _own_part(directory)
+
+
+def _make_missing(place: Path) -> None:
+    if not place.parent.exists():
+        _make_missing(place.parent)
+    with contextlib.suppress(FileExistsError):
+        place.mkdir(0o700)
+        # Whatever the umask was, and without a set-group-ID bit that was inherited.
+        place.chmod(0o700)
+
+
+def _check(place: Path) -> None:
+    try:
+        status = os.stat(place, follow_symlinks=False)
+    except FileNotFoundError:
+        raise ScratchError(f"the scratch root {place} is gone right after it was made") from None
+    if not stat.S_ISDIR(status.st_mode):
+        raise ScratchError(f"the scratch root {place} is not a directory; remove it, or choose another root")
+    if status.st_uid != os.geteuid():
+        raise ScratchPermissionError(
+            f"the scratch root {place} belongs to user {status.st_uid}, not to user {os.geteuid()} who runs this; "
+            f"choose another one ({ENVIRONMENT_VARIABLE}), on a file system that lets this user own directories"
+        )
+    if status.st_mode & _WRITABLE_BY_OTHERS:
+        raise ScratchPermissionError(
+            f"others may write to the scratch root {place} (mode {stat.S_IMODE(status.st_mode):04o}); chmod 700 it, "
+            "or choose another one"
+        )
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ScratchPermissionError(f"the scratch root {place} cannot be written to; choose another one")
+    for parent in place.parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            logger.warning(
+                "anybody may replace what is in %s, which the scratch root %s is in: set its sticky bit (chmod +t), "
+                "unless nobody else can get there",
+                parent,
+                place,
+            )
+
+
+def _followed(path: Path) -> Path:
+    """Follow the links in a path, but none that somebody may have planted.
+
+    The kernel's own rule (fs.protected_symlinks): in a sticky directory that everybody may write to, only entries of
+    root, of the directory's owner and of this user are trusted. It is extended to directories here.
+    """
+    trusted = {0, os.geteuid()}
+    place = Path("/")
+    rest = list(reversed(path.parts[1:]))
+    links = 0
+    while rest:
+        part = rest.pop()
+        if part == "..":
+            place = place.parent
+            continue
+        above, place = os.stat(place), place / part
+        try:
+            status = os.stat(place, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return place.joinpath(*reversed(rest))
+        except OSError as error:
+            raise named(error, "use the scratch root", path) from error
+        everybodys = above.st_mode & stat.S_ISVTX and above.st_mode & stat.S_IWOTH
+        if everybodys and status.st_uid not in trusted | {above.st_uid}:
+            raise ScratchPermissionError(
+                f"{place}, which the scratch root {path} goes through, was put there by user {status.st_uid}; "
+                "remove it, or choose another root"
+            )
+        if stat.S_ISLNK(status.st_mode):
+            links += 1
+            if links > _MOST_LINKS:
+                raise ScratchError(f"the scratch root {path} goes through too many links; choose another one")
+            target = Path(os.readlink(place))
+            rest.extend(reversed(target.parts[1:] if target.is_absolute() else target.parts))
+            place = Path("/") if target.is_absolute() else place.parent
+    return place

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One download's directory: its files, who is writing to them this instant, and how it comes to an end.
+
+`DownloadScratch` is what callers hold of it. This part has no reference to that handle, so that the directory goes
+when the last one lets go of the handle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nvflare_lazy.errors import ForkedScratchError, ReleasedScratchError
+from nvflare_lazy.scratch.descriptors import close_private, keep_private
+from nvflare_lazy.scratch.refusals import named
+from nvflare_lazy.scratch.trees import make_private_directory, remove_tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from nvflare_lazy.scratch.account import Allotment
+
+logger = logging.getLogger(__name__)
+
+# A write goes on in pieces and stops at the next one, so more than this means a disk that hangs.
+_PATIENCE = 10.0
+
+
+class OpenForWriting:
+    """A file that may be written to."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.closing = False
+
+
+class DownloadDirectory:
+    """A directory that ends deterministically, however many threads are writing to it.
+
+    Args:
+        job_fd: The job's directory, open; borrowed.
+        job_path: Its path.
+        name: The name to make.
+        label: What the download is called in messages.
+        allotment: What it may hold.
+        preallocates: Whether setting disk space aside is cheap there.
+        gone: Called with the name once the directory is.
+    """
+
+    def __init__(
+        self,
+        job_fd: int,
+        job_path: Path,
+        name: str,
+        *,
+        label: str | None,
+        allotment: Allotment,
+        preallocates: bool,
+        gone: Callable[[str], object],
+    ) -> None:
+        self.name = name
+        self.path = job_path / name
+        self.title = self.path.name if label is None else f"{label[:80]!r}"
+        self.allotment = allotment
+        self.preallocates = preallocates
+        self.released = False
+        self._job_fd = job_fd
+        self._gone = gone
+        self._pid = os.getpid()
+        # Reentrant, because a finalizer or a signal handler may come in the middle of anything.
+        self._change = threading.Condition(threading.RLock())
+        self._writers: list[tuple[int, OpenForWriting | None]] = []
+        self._open: set[OpenForWriting] = set()
+        self._releaser = 0
+        self._removed = threading.Event()
+        try:
+            self._fd = keep_private(make_private_directory(name, dir_fd=job_fd))
+        except OSError as error:
+            raise named(error, "make a directory for a download in", job_path) from error
+
+    @contextlib.contextmanager
+    def writing(self, file: OpenForWriting | None = None) -> Iterator[None]:
+        """Keep the directory, and the file, from being closed while the block runs; raise if they are already."""
+        if os.getpid() != self._pid:
+            raise ForkedScratchError(
+                f"the scratch of download {self.title} belongs to process {self._pid}, which forked this one; open a "
+                "JobScratch in each process"
+            )
+        writer = threading.get_ident(), file
+        with self._change:
+            self.check_wanted()
+            if file is not None and file.closing:
+                raise ValueError(f"a file of download {self.title} is written to after it was finished or closed")
+            self._writers.append(writer)
+        try:
+            yield
+        finally:
+            with self._change:
+                self._writers.remove(writer)
+                self._change.notify_all()
+                if self._removed.is_set() and not self._writers:
+                    self._close_descriptors()
+
+    def check_wanted(self) -> None:
+        """Raise if the directory was released."""
+        if self.released:
+            raise ReleasedScratchError(f"the scratch of download {self.title} was released: it is not wanted any more")
+
+    def create(self, file_name: str) -> OpenForWriting:
+        """Create a file for this user only, and open it."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with self.writing():
+            try:
+                fd = os.open(file_name, flags, 0o600, dir_fd=self._fd)
+            except OSError as error:
+                raise named(error, "create a file in", self.path) from error
+            file = OpenForWriting(keep_private(fd))
+            self._open.add(file)
+            os.fchmod(fd, 0o600)  # whatever the umask was
+        return file
+
+    def is_open(self, file: OpenForWriting) -> bool:
+        """Whether a file has not been closed."""
+        return file in self._open
+
+    def stop_writing(self, file: OpenForWriting) -> None:
+        """Refuse further writes to a file, and wait for those that are running in other threads."""
+        with self._change:
+            file.closing = True
+            self._wait_for_writers(lambda of: of is file)
+
+    def close(self, file: OpenForWriting) -> None:
+        """Close a file that nobody writes to; once is enough, more is no harm."""
+        if os.getpid() != self._pid:
+            return
+        # Without a lock, because finalizers come here; of two who try, the set lets one.
+        try:
+            self._open.remove(file)
+        except KeyError:
+            return
+        close_private(file.fd)
+
+    def release(self, *, wait: bool = True) -> None:
+        """Stop the writers, remove the directory, return its bytes; when it returns, all that has happened.
+
+        Args:
+            wait: Whether to wait for another thread that is doing so already.
+        """
+        if os.getpid() != self._pid:
+            return
+        me = threading.get_ident()
+        with self._change:
+            first = not self.released
+            if first:
+                self.released = True
+                self._releaser = me
+                self._wait_for_writers(lambda of: True)
+                if not self._writers:
+                    self._close_descriptors()
+        if first:
+            self._remove()
+        elif wait and self._releaser != me:
+            self._removed.wait(2 * _PATIENCE)
+
+    def _wait_for_writers(self, which: Callable[[OpenForWriting | None], bool]) -> None:
+        """Wait until no other thread is writing.
+
+        The calling thread itself may be: a signal handler runs in the middle of its write, and waiting for that would
+        never end. Its descriptors are then closed when the write ends.
+        """
+        me = threading.get_ident()
+        deadline = time.monotonic() + _PATIENCE
+        while any(thread != me and which(file) for thread, file in self._writers):
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._change.wait(left):
+                logger.warning("a write to %s has been hanging for %g s; not waiting for it", self.path, _PATIENCE)
+                return
+
+    def _close_descriptors(self) -> None:
+        while self._open:
+            with contextlib.suppress(KeyError, OSError):
+                close_private(self._open.pop().fd)
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            close_private(fd)
+
+    def _remove(self) -> None:
+        try:
+            remove_tree(self.name, dir_fd=self._job_fd)
+        except OSError as error:
+            # Its bytes stay on the account, for they stay on the disk; the end of the job tries again.
+            logger.warning("cannot remove %s yet: %s", self.path, error)
+        else:
+            self.allotment.close()
+        finally:
+            with self._change:
+                self._removed.set()
+                if not self._writers:
+                    self._close_descriptors()
+            self._gone(self.name)
