@@ -170,7 +170,7 @@ def run_in_poc(
         seconds=seconds,
         status=0 if status.startswith("FINISHED:COMPLETED") else 1,
         samples=sampler.samples,
-        scratch_samples=sampler.scratch_samples,
+        machine_samples=sampler.machine_samples,
         server_log=log.read_text() if log.exists() else "",
         records=read_records(log.with_suffix(".json")),
         server_run_dir=run_dir,

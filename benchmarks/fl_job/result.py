@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fl_job.job import FLJob
-from benchmarks.fl_job.sampling import Sample, ScratchSample
+from benchmarks.fl_job.sampling import MachineSample, Sample
 
 MIB = 1 << 20
 _ROUND = re.compile(r"Round \d+ started")
@@ -27,7 +27,7 @@ class RunResult:
     seconds: float
     status: int
     samples: list[Sample]
-    scratch_samples: list[ScratchSample]
+    machine_samples: list[MachineSample]
     server_log: str
     records: list[dict[str, str]]
     server_run_dir: Path
@@ -56,7 +56,13 @@ class RunResult:
     @property
     def scratch_peak(self) -> int:
         """Most bytes the scratch had on disk."""
-        return max((sample.nbytes for sample in self.scratch_samples), default=0)
+        return max((sample.scratch for sample in self.machine_samples), default=0)
+
+    @property
+    def page_cache_peak(self) -> int:
+        """Most bytes by which the machine's page cache grew over what it was at the start."""
+        cached = [sample.page_cache for sample in self.machine_samples]
+        return max(cached) - cached[0] if cached else 0
 
     @property
     def round_seconds(self) -> list[float]:
@@ -82,6 +88,7 @@ class RunResult:
             "client_peak_mib": round(self.client_peak / MIB),
             "trainer_peak_mib": round(self.peak("trainer") / MIB),
             "scratch_peak_mib": round(self.scratch_peak / MIB),
+            "page_cache_growth_mib": round(self.page_cache_peak / MIB),
             "round_seconds": [round(seconds, 2) for seconds in rounds],
             "seconds": round(self.seconds, 1),
         }
@@ -92,7 +99,7 @@ class RunResult:
             {
                 "summary": self.summary(),
                 "samples": [asdict(sample) for sample in self.samples],
-                "scratch": [asdict(sample) for sample in self.scratch_samples],
+                "machine": [asdict(sample) for sample in self.machine_samples],
             }
         )
 

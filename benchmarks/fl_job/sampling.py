@@ -28,11 +28,13 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class ScratchSample:
-    """Bytes on disk under the watched directory at one moment."""
+class MachineSample:
+    """The scratch and the page cache at one moment, in bytes; the cache is the whole machine's."""
 
     seconds: float
-    nbytes: int
+    scratch: int
+    page_cache: int
+    dirty: int
 
 
 class Sampler:
@@ -48,7 +50,7 @@ class Sampler:
         self, roles: Callable[[], dict[int, str]], interval: float = 0.05, scratch: Path | None = None
     ) -> None:
         self.samples: list[Sample] = []
-        self.scratch_samples: list[ScratchSample] = []
+        self.machine_samples: list[MachineSample] = []
         self.started = time.time()
         self._roles = roles
         self._interval = interval
@@ -71,9 +73,13 @@ class Sampler:
             now = time.time() - self.started
             if now - looked > 0.3:
                 watched, looked = self._roles(), now
-                if self._scratch is not None:
-                    self.scratch_samples.append(ScratchSample(now, size_on_disk(self._scratch)))
+                self.machine_samples.append(self._machine(now))
             self.samples.extend(sample for pid, role in watched.items() if (sample := take(now, role, pid)) is not None)
+
+    def _machine(self, now: float) -> MachineSample:
+        memory = dict(_fields(Path("/proc/meminfo")))
+        cached, dirty = (int(memory[name].split()[0]) * 1024 for name in ("Cached", "Dirty"))
+        return MachineSample(now, 0 if self._scratch is None else size_on_disk(self._scratch), cached, dirty)
 
 
 def take(seconds: float, role: str, pid: int) -> Sample | None:

@@ -63,7 +63,7 @@ def run_in_simulator(
         seconds=seconds,
         status=status,
         samples=sampler.samples,
-        scratch_samples=sampler.scratch_samples,
+        machine_samples=sampler.machine_samples,
         server_log=log.read_text() if log.exists() else "",
         records=read_records(log.with_suffix(".json")),
         server_run_dir=workspace / "server" / "simulate_job",
