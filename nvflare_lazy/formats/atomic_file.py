@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A new file that nobody sees before it is whole: either all of it appears under its name, or nothing does.
+
+What every checkpoint is written with, at the end of a round and on the command line. Where the file system can, the
+file has no name at all until then, so that the kernel removes it with the process, even after `kill -9`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import threading
+import weakref
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from nvflare_lazy.errors import OutOfSpaceError, SaveError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+    from typing_extensions import Buffer, Self
+
+_OUT_OF_SPACE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+# What file systems answer that have no files without names (NFS, 9p, FUSE), and kernels that know none.
+_NO_NAMELESS_FILES = frozenset((errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS))
+# Linux moves at most this much in one write; larger requests come back short.
+_MOST_BYTES_A_WRITE = 0x7FFFF000
+
+
+class AtomicFile:
+    """A file being written next to where it will appear. Its permissions are what the umask leaves of 0666.
+
+    Args:
+        path: Where it will appear; a symbolic link is followed. What is there stays until then, and is replaced as
+            a whole.
+
+    Example:
+        >>> with AtomicFile("model.safetensors") as file:
+        ...     file.write_at(data, 0)
+        ...     file.sync()
+        ...     file.appear()
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.realpath(path)
+        self.directory, self._name = os.path.split(self.path)
+        self._fd, self._hidden = _create(self.directory, self._name)
+        self._discard: Callable[[], object] = weakref.finalize(self, _remove, self._fd, self._hidden)
+        self._identity = os.fstat(self._fd)
+        self._lock = threading.Lock()
+        self._users = 0
+        self._closed = False
+
+    def write_at(self, data: Buffer, offset: int) -> None:
+        """Write all of `data` at `offset`; from many threads, if they like."""
+        view = memoryview(data).cast("B")
+        done = 0
+        with self.descriptor() as fd:
+            while done < len(view):
+                done += os.pwrite(fd, view[done : done + _MOST_BYTES_A_WRITE], offset + done)
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk."""
+        with self.descriptor() as fd:
+            os.fsync(fd)
+
+    def appear(self, name: str | None = None) -> str:
+        """Give the file its name, or another one in the same directory, in place of what had that name before.
+
+        Returns:
+            Where it is.
+        """
+        target = os.path.join(self.directory, name or self._name)
+        hidden = self._hidden or _hidden_name(self.directory, self._name)
+        with self.descriptor() as fd:
+            try:
+                if self._hidden is None:
+                    _link(fd, hidden)
+                os.replace(hidden, target)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(hidden)
+                raise
+        self.close()
+        return target
+
+    def has_appeared(self) -> bool:
+        """Whether the file is what its own name stands for now."""
+        try:
+            return os.path.samestat(self._identity, os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        """Let go of the file. If it has no name by now, it is gone. Threads that still write to it may finish."""
+        with self._lock:
+            self._closed = True
+            idle = not self._users
+        if self._hidden is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(self._hidden)
+        if idle:
+            self._discard()
+
+    @contextmanager
+    def descriptor(self) -> Iterator[int]:
+        """Lend the descriptor: it stays open until the block is left. A full disk is called by its name there."""
+        with self._lock:
+            if self._closed:
+                raise SaveError(f"{self.path}: a write after the save ended or was called off")
+            self._users += 1
+        try:
+            yield self._fd
+        except OSError as error:
+            if error.errno not in _OUT_OF_SPACE:
+                raise
+            raise OutOfSpaceError(
+                error.errno,
+                f"no room for {self.path} ({error.strerror}); nothing was written: free some space, or save elsewhere",
+            ) from error
+        finally:
+            with self._lock:
+                self._users -= 1
+                last = self._closed and not self._users
+            if last:
+                # Closed under a running write, the number could be another file's by now.
+                self._discard()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def sync_directory(path: str) -> None:
+    """Wait until the names in a directory are on the disk."""
+    with directory_descriptor(path) as fd:
+        os.fsync(fd)
+
+
+@contextmanager
+def directory_descriptor(path: str) -> Iterator[int]:
+    """Open a directory for the length of a block."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _create(directory: str, name: str) -> tuple[int, str | None]:
+    """Return the descriptor of a new file, and its hidden name if it had to have one."""
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o666), None
+    except OSError as error:
+        if error.errno not in _NO_NAMELESS_FILES:
+            raise
+    hidden = _hidden_name(directory, name)
+    return os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666), hidden
+
+
+def _hidden_name(directory: str, name: str) -> str:
+    return os.path.join(directory, f".{name[:200]}.{secrets.token_hex(8)}.partial")
+
+
+def _link(fd: int, path: str) -> None:
+    with directory_descriptor(os.path.dirname(path)) as directory:
+        # Only linkat can name a file that has none, and Python calls it only when given a directory.
+        os.link(f"/proc/self/fd/{fd}", os.path.basename(path), dst_dir_fd=directory)
+
+
+def _remove(fd: int, hidden: str | None) -> None:
+    if hidden is not None:
+        with suppress(FileNotFoundError):
+            os.unlink(hidden)
+    os.close(fd)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The moment a written checkpoint takes the place of the one before: the old or the new, whenever the power fails.
+
+The last step of every save. A single file takes its place by one rename. Shards cannot, so they appear under names
+that no checkpoint of the directory uses, and count only once an index names them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from nvflare_lazy.formats.atomic_file import AtomicFile, directory_descriptor, sync_directory
+from nvflare_lazy.formats.shard_names import INDEX_SUFFIX, SUFFIX, ShardName, index_of, parse_shard_name, stem_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+def publish_file(file: AtomicFile, *, durable: bool) -> str:
+    """Let a checkpoint of one file appear, in place of whatever checkpoint had its name; return where it is."""
+    if durable:
+        file.sync()
+    with _locked(file.directory):
+        file.appear()
+        sync_directory(file.directory)
+        # A single file counts before shards and index of its name, so those are garbage from here on.
+        _remove(file.directory, [*_shards_of(file.path), os.path.basename(index_of(file.path))])
+    return file.path
+
+
+def publish_shards(
+    shards: Sequence[tuple[AtomicFile, Sequence[str]]], path: str, total_size: int, *, durable: bool
+) -> str:
+    """Let a checkpoint of several files appear, in place of whatever checkpoint had its name.
+
+    Args:
+        shards: The files, and the names of the tensors in each.
+        path: What the checkpoint is called as a whole.
+        total_size: Bytes of all tensors, for the index.
+        durable: Whether to wait until all bytes are on the disk.
+
+    Returns:
+        Where its index is.
+    """
+    for file, _ in shards if durable else ():
+        file.sync()
+    directory = os.path.dirname(path)
+    with AtomicFile(index_of(path)) as index, _locked(directory):
+        garbage = _shards_of(path)
+        names = _free_names(directory, path, len(shards))
+        weight_map = {tensor: name for name, (_, tensors) in zip(names, shards, strict=True) for tensor in tensors}
+        index.write_at(_index_text(weight_map, total_size), 0)
+        index.sync()
+        try:
+            for name, (file, _) in zip(names, shards, strict=True):
+                file.appear(name)
+            # The shards must have their names before an index may.
+            sync_directory(directory)
+            index.appear()
+        except BaseException:
+            # A signal may arrive between the last rename and the next line.
+            if not index.has_appeared():
+                _remove(directory, names)
+            raise
+        sync_directory(directory)
+        # Where one file was the checkpoint, it counts until it is gone.
+        _remove(directory, [os.path.basename(path)])
+        sync_directory(directory)
+        _remove(directory, garbage)
+    return index.path
+
+
+def _index_text(weight_map: dict[str, str], total_size: int) -> bytes:
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    return (json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _shards_of(path: str) -> list[str]:
+    """Return all files that are called like shards of the checkpoint, whole ones and what a crash has left."""
+    stem = stem_of(path)
+    parsed = {name: parse_shard_name(name) for name in os.listdir(os.path.dirname(path))}
+    return [name for name, shard in parsed.items() if shard is not None and shard.stem == stem]
+
+
+def _free_names(directory: str, path: str, count: int) -> list[str]:
+    """Return names for shards that are not taken, and that do not count before there is an index."""
+    taken = set(os.listdir(directory))
+    indexed = os.path.basename(index_of(path)) in taken
+    generation = 1 if indexed or not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in taken) else 2
+    while True:
+        names = [str(ShardName(stem_of(path), number, count, generation)) for number in range(1, count + 1)]
+        if taken.isdisjoint(names):
+            return names
+        generation += 1
+
+
+def _remove(directory: str, names: Iterable[str]) -> None:
+    for name in names:
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(directory, name))
+
+
+@contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    """Let one process at a time change which checkpoint counts in a directory."""
+    with directory_descriptor(directory) as fd:
+        # Where the file system has no locks, whoever saves one checkpoint twice at the same time gets either.
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield

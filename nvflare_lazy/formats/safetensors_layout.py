@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each tensor of a safetensors file will lie, worked out from promised metadata before the first byte is there.
+
+What the streaming writer starts from. The bytes are those of the safetensors library: the widest types first, so that
+each tensor is aligned to its own elements, and by name within a type. So the same tensors give the same file, in
+whatever order they came.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from nvflare_lazy.errors import (
+    HeaderTooLargeError,
+    InvalidMetadataError,
+    SurplusTensorError,
+    UnknownDtypeError,
+    UnsavableTensorError,
+)
+from nvflare_lazy.formats.safetensors_header import (
+    MAX_HEADER_BYTES,
+    METADATA_KEY,
+    PREFIX_BYTES,
+    SafetensorsHeader,
+    parse_header,
+)
+from nvflare_lazy.formats.strict_json import quoted
+from nvflare_lazy.tensors import dtypes
+
+_FILE_ORDER = (
+    *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
+    *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F6_E3M2", "F6_E2M3", "F4", "BOOL"),
+)
+_RANK = {name: rank for rank, name in enumerate(_FILE_ORDER)}
+
+
+class TensorMeta(NamedTuple):
+    """What is promised of one tensor.
+
+    Attributes:
+        name: Its name.
+        dtype: Its type as a safetensors header calls it, for example "BF16".
+        shape: Its shape as the header counts it (elements, also where torch counts pairs of them).
+    """
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        row = dtypes.by_name(self.dtype)
+        if row is None:
+            raise UnknownDtypeError(f"tensor {quoted(self.name)}: the format has no dtype {quoted(self.dtype)}")
+        # A sub-byte type that ends inside of a byte is reported when the header is checked.
+        return dtypes.nbytes(row, self.shape) or 0
+
+
+#: What is promised of a whole file, in the order in which the tensors will come.
+StateDictMeta = list[TensorMeta]
+
+
+class FileLayout(NamedTuple):
+    """The beginning of a file, up to its data, and what it says."""
+
+    start: bytes
+    header: SafetensorsHeader
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.header.data_start + self.header.data_nbytes
+
+
+def in_file_order(state_dict_meta: Sequence[TensorMeta]) -> StateDictMeta:
+    """Return the tensors as they will lie in the file: by type, the widest first, then by name."""
+    return sorted(state_dict_meta, key=lambda meta: (_RANK.get(meta.dtype, len(_RANK)), meta.name))
+
+
+def split_into_shards(state_dict_meta: Sequence[TensorMeta], max_shard_size: int) -> list[StateDictMeta]:
+    """Return the tensors of each file, in file order, of as many as fit; a larger tensor gets a file of its own."""
+    shards: list[StateDictMeta] = [[]]
+    room = max_shard_size
+    for meta in in_file_order(state_dict_meta):
+        if meta.nbytes > room and shards[-1]:
+            shards.append([])
+            room = max_shard_size
+        shards[-1].append(meta)
+        room -= meta.nbytes
+    return shards
+
+
+def lay_out(state_dict_meta: Sequence[TensorMeta], metadata: Mapping[str, str] | None, where: str) -> FileLayout:
+    """Work out a file.
+
+    Args:
+        state_dict_meta: The tensors that will be in it, in any order.
+        metadata: Text to store with them.
+        where: What the file is, for messages.
+
+    Example:
+        >>> lay_out([TensorMeta("w", "F32", (2, 2))], None, "model.safetensors").nbytes
+        88
+    """
+    content: dict[str, Any] = {}
+    if metadata:
+        content[METADATA_KEY] = _sorted_text(metadata, where)
+    offset = 0
+    for meta in in_file_order(state_dict_meta):
+        if meta.name in content or meta.name == METADATA_KEY:
+            raise SurplusTensorError(f"{where}: {quoted(meta.name)} is promised twice, or is the metadata's own name")
+        end = offset + meta.nbytes
+        content[meta.name] = {"dtype": meta.dtype, "shape": [*meta.shape], "data_offsets": [offset, end]}
+        offset = end
+    try:
+        text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise UnsavableTensorError(f"{where}: a name or a piece of metadata cannot be written: {error}") from None
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise HeaderTooLargeError(f"{where}: its header would have {len(text)} bytes, the format allows 100 MB")
+    # Read back by the strict reader: what breaks a rule is not written.
+    return FileLayout(len(text).to_bytes(PREFIX_BYTES, "little") + text, parse_header(text, where))
+
+
+def _sorted_text(metadata: Mapping[str, object], where: str) -> dict[str, object]:
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise InvalidMetadataError(f"{where}: metadata is text by name, but {key!r} has a {type(value).__name__}")
+    return dict(sorted(metadata.items()))

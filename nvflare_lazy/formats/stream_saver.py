@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving tensors to safetensors files, streamed: no more than a tile of what is lazy is ever in memory.
+
+The end of a round (the new global model), of a conversion, and of whatever a user computed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nvflare_lazy.errors import (
+    MissingTensorError,
+    RenamedTensorError,
+    ReshapedTensorError,
+    RetypedTensorError,
+    SurplusTensorError,
+)
+from nvflare_lazy.formats.safetensors_layout import StateDictMeta, TensorMeta, in_file_order
+from nvflare_lazy.formats.streaming_writer import StreamingWriter
+from nvflare_lazy.formats.strict_json import quoted
+from nvflare_lazy.formats.tensor_content import bytes_of, meta_of
+from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import torch
+
+
+def save(
+    tensors: Mapping[str, object],
+    path: str | os.PathLike[str],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> Path:
+    """Save tensors as safetensors; what was at `path` stays until all of them are on the disk.
+
+    The same tensors make the same bytes, those that `safetensors.torch.save_file` makes. Tensors that share memory
+    are written once for each name, since the format has no way to say that they are the same.
+
+    Args:
+        tensors: Tensors or arrays by name, lazy or ordinary.
+        path: The file; in a directory, the name is `model.safetensors`.
+        metadata: Text to store with them; what a `LazyTensorDict` came with, if not given.
+        max_shard_size: Split what is larger, for example than "5GB", into several files and an index.
+        dtype: Cast floating-point tensors to this type.
+        progress: Called with a number of bytes each time some were written.
+
+    Returns:
+        What to open: the file, or the index of the shards.
+
+    Example:
+        >>> save(nvflare_lazy.open("pytorch_model.bin"), "model.safetensors", dtype=torch.bfloat16)
+    """
+    if metadata is None and isinstance(tensors, LazyTensorDict):
+        metadata = tensors.metadata
+    # Recipes, where there are some: a tensor that torch cannot hold can be copied all the same.
+    values = tensors.entries if isinstance(tensors, LazyTensorDict) else tensors
+    promised = [meta_of(name, value, dtype=dtype) for name, value in values.items()]
+    with StreamingWriter(path, promised, metadata=metadata, max_shard_size=max_shard_size) as writer:
+        for meta in in_file_order(promised):
+            writer.copy(meta.name, bytes_of(meta.name, values[meta.name], dtype=dtype), progress)
+        return writer.commit()
+
+
+def save_safetensors_streaming(
+    tensor_iter: Iterable[tuple[str, torch.Tensor]],
+    filepath: str | os.PathLike[str],
+    state_dict_meta: Sequence[TensorMeta],
+    *,
+    rename: bool = True,
+) -> str:
+    """Save tensors that come one after the other, to metadata that is known beforehand.
+
+    Args:
+        tensor_iter: Names and tensors, in the promised order.
+        filepath: The file.
+        state_dict_meta: What will come. A tensor that is short, surplus, renamed, reshaped or retyped against it
+            raises a `PromiseError`, and there is no file.
+        rename: Whether the file is to appear as `filepath`, with its bytes on the disk. Otherwise it appears as
+            `filepath` + ".tmp", and flushing and renaming it is left to the caller.
+
+    Returns:
+        The path of the file that was written.
+
+    Example:
+        >>> meta = collect_state_dict_meta(model.state_dict().items())
+        >>> save_safetensors_streaming(model.state_dict().items(), "model.safetensors", meta)
+    """
+    target = os.fspath(filepath) if rename else f"{os.fspath(filepath)}.tmp"
+    with StreamingWriter(target, state_dict_meta) as writer:
+        expected = iter(state_dict_meta)
+        for name, tensor in tensor_iter:
+            promise = next(expected, None)
+            if promise is None:
+                raise SurplusTensorError(f"{target}: {quoted(name)} came after the last promised tensor")
+            _check_promise(promise, meta_of(name, tensor), target)
+            writer.copy(name, bytes_of(name, tensor))
+        missing = next(expected, None)
+        if missing is not None:
+            raise MissingTensorError(f"{target}: {quoted(missing.name)} and what follows it never came")
+        return str(writer.commit(durable=rename))
+
+
+def collect_state_dict_meta(tensor_iter: Iterable[tuple[str, torch.Tensor]]) -> StateDictMeta:
+    """Return what to promise for tensors that come one after the other.
+
+    Example:
+        >>> meta = collect_state_dict_meta(model.state_dict().items())
+    """
+    return [meta_of(name, tensor) for name, tensor in tensor_iter]
+
+
+def _check_promise(promise: TensorMeta, meta: TensorMeta, where: str) -> None:
+    if meta.name != promise.name:
+        raise RenamedTensorError(f"{where}: {quoted(meta.name)} came where {quoted(promise.name)} was promised")
+    if meta.dtype != promise.dtype:
+        raise RetypedTensorError(f"{where}: {quoted(meta.name)} came as {meta.dtype}, promised as {promise.dtype}")
+    if tuple(meta.shape) != tuple(promise.shape):
+        raise ReshapedTensorError(
+            f"{where}: {quoted(meta.name)} came in the shape {list(meta.shape)}, promised as {list(promise.shape)}"
+        )

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A safetensors checkpoint written a piece at a time, in any order and from many threads, to metadata promised first.
+
+Aggregation writes its result with this, tile by tile, as does everything else that saves. The header is known before
+the first byte arrives, so nothing is held back, and a checkpoint that breaks the promise never appears.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from nvflare_lazy.errors import IncompleteTensorError, MissingTensorError, RepeatedWriteError, SurplusTensorError
+from nvflare_lazy.formats.atomic_file import AtomicFile
+from nvflare_lazy.formats.copying import TILE_BYTES, copy_into
+from nvflare_lazy.formats.publishing import publish_file, publish_shards
+from nvflare_lazy.formats.safetensors_layout import TensorMeta, lay_out, split_into_shards
+from nvflare_lazy.formats.strict_json import quoted
+from nvflare_lazy.formats.written_ranges import WrittenRanges
+from nvflare_lazy.tensors.sizes import parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
+
+    from typing_extensions import Buffer, Self
+
+    from nvflare_lazy.tensors.byte_source import ByteSource
+
+# Each is an open file until all of them are whole.
+_MOST_SHARDS = 500
+_MEMORY_PART_BYTES = 64 << 20
+
+
+class _Place(NamedTuple):
+    file: AtomicFile
+    offset: int
+    nbytes: int
+    written: WrittenRanges
+
+
+class StreamingWriter:
+    """A checkpoint being written. Leaving its block commits it; leaving by an exception leaves no trace of it.
+
+    Args:
+        path: Where it will appear. A sharded checkpoint's files are named after it: `model.safetensors` becomes
+            `model-00001-of-00002.safetensors` and so on, and `model.safetensors.index.json`. In a directory, the
+            name is `model.safetensors`.
+        state_dict_meta: The tensors that will be written, all of them, in any order.
+        metadata: Text to store with them.
+        max_shard_size: Split what is larger into files of at most so many bytes of tensors each.
+
+    Example:
+        >>> with StreamingWriter("mean.safetensors", [TensorMeta("w", "F32", (1024, 1024))]) as writer:
+        ...     writer.write("w", 0, first_tile)
+        ...     writer.write("w", len(first_tile), second_tile)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        state_dict_meta: Sequence[TensorMeta],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        max_shard_size: int | str | None = None,
+    ) -> None:
+        self.path = os.path.join(path, "model.safetensors") if os.path.isdir(path) else os.fspath(path)
+        self.path = os.path.realpath(self.path)
+        self._places: dict[str, _Place] = {}
+        self._shards: list[tuple[AtomicFile, list[str]]] = []
+        self._lock = threading.Lock()
+        self._tiles = threading.local()
+        self._failure: Exception | None = None
+        self._committed: Path | None = None
+        with ExitStack() as undo:
+            undo.callback(self.abort)
+            for shard in _shards(self.path, state_dict_meta, max_shard_size):
+                self._start_file(shard, metadata)
+            undo.pop_all()
+
+    def _start_file(self, state_dict_meta: Sequence[TensorMeta], metadata: Mapping[str, str] | None) -> None:
+        layout = lay_out(state_dict_meta, metadata, self.path)
+        file = AtomicFile(self.path)
+        self._shards.append((file, list(layout.header.tensors)))
+        file.write_at(layout.start, 0)
+        for name, span in layout.header.tensors.items():
+            if name in self._places:
+                raise SurplusTensorError(f"{self.path}: tensor {quoted(name)} is promised twice")
+            nbytes = span.end - span.begin
+            self._places[name] = _Place(file, layout.header.data_start + span.begin, nbytes, WrittenRanges(nbytes))
+
+    def write(self, name: str, offset: int, data: Buffer) -> None:
+        """Write some bytes of a tensor.
+
+        Args:
+            name: Which tensor.
+            offset: Where they go, counted in bytes from its beginning.
+            data: The bytes, row-major and little-endian.
+        """
+        view = memoryview(data).cast("B")
+        place = self._place(name, offset + len(view))
+        place.file.write_at(view, place.offset + offset)
+        self._note(name, place, offset, offset + len(view))
+
+    def copy(self, name: str, source: ByteSource | memoryview, progress: Callable[[int], object] | None = None) -> None:
+        """Write a whole tensor from where its bytes are, a tile at a time.
+
+        Args:
+            name: Which tensor.
+            source: Its bytes, row-major and little-endian.
+            progress: Called with the number of bytes after each tile.
+        """
+        place = self._place(name, source.nbytes)
+
+        def written(begin: int, end: int) -> None:
+            self._note(name, place, begin, end)
+            if progress is not None:
+                progress(end - begin)
+
+        if isinstance(source, memoryview):
+            for begin in range(0, source.nbytes, _MEMORY_PART_BYTES):
+                part = source[begin : begin + _MEMORY_PART_BYTES]
+                place.file.write_at(part, place.offset + begin)
+                written(begin, begin + len(part))
+        else:
+            copy_into(place.file, place.offset, source, self._tile(), written)
+
+    def commit(self, *, durable: bool = True) -> Path:
+        """Let the checkpoint appear, once all of its bytes are there.
+
+        Args:
+            durable: Wait until the bytes are on the disk before the name is. Without, a power failure soon after
+                may leave the name of a file without content.
+
+        Returns:
+            Where it is: the file, or the index of the shards.
+        """
+        if self._committed is None:
+            try:
+                self._check_complete()
+                if len(self._shards) == 1:
+                    self._committed = Path(publish_file(self._shards[0][0], durable=durable))
+                else:
+                    total_size = sum(place.nbytes for place in self._places.values())
+                    self._committed = Path(publish_shards(self._shards, self.path, total_size, durable=durable))
+            finally:
+                self.abort()
+        return self._committed
+
+    def abort(self) -> None:
+        """Remove what was written. Does nothing after a commit, or a second time."""
+        for file, _ in self._shards:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.commit()
+        else:
+            self.abort()
+
+    def _place(self, name: str, end: int) -> _Place:
+        place = self._places.get(name)
+        if place is None:
+            raise self._failed(SurplusTensorError(f"{self.path}: nobody promised a tensor {quoted(name)}"))
+        if end > place.nbytes:
+            raise self._failed(
+                SurplusTensorError(
+                    f"{self.path}: tensor {quoted(name)} has {place.nbytes} bytes as promised, not {end} or more"
+                )
+            )
+        return place
+
+    def _note(self, name: str, place: _Place, begin: int, end: int) -> None:
+        with self._lock:
+            is_new = place.written.add(begin, end)
+        if not is_new:
+            raise self._failed(
+                RepeatedWriteError(f"{self.path}: bytes {begin} to {end} of {quoted(name)} were written twice")
+            )
+
+    def _failed(self, error: Exception) -> Exception:
+        # Whoever called may be a thread nobody listens to: the file must not appear all the same.
+        self._failure = error
+        return error
+
+    def _check_complete(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        for name, place in self._places.items():
+            gap = place.written.first_gap
+            if gap == (0, place.nbytes):
+                raise MissingTensorError(f"{self.path}: tensor {quoted(name)} was promised and never written")
+            if gap is not None:
+                raise IncompleteTensorError(
+                    f"{self.path}: bytes {gap[0]} to {gap[1]} of tensor {quoted(name)} were never written"
+                )
+
+    def _tile(self) -> memoryview:
+        tile: memoryview | None = getattr(self._tiles, "tile", None)
+        if tile is None:
+            tile = self._tiles.tile = memoryview(bytearray(TILE_BYTES))
+        return tile
+
+
+def _shards(
+    path: str, state_dict_meta: Sequence[TensorMeta], max_shard_size: int | str | None
+) -> list[list[TensorMeta]]:
+    most = None if max_shard_size is None else parse_size(max_shard_size)
+    if most is None or sum(meta.nbytes for meta in state_dict_meta) <= most:
+        return [list(state_dict_meta)]
+    shards = split_into_shards(state_dict_meta, most)
+    if len(shards) > _MOST_SHARDS:
+        raise ValueError(
+            f"{path} would have {len(shards)} shards; choose a max_shard_size of more than {max_shard_size}"
+        )
+    return shards

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes as people write and read them: "256MiB", "1.5 GB", "5%"."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGTP", start=1):
+    _UNITS[f"{_letter}IB"] = 1024**_power
+    _UNITS[f"{_letter}B"] = 1000**_power
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*")
+
+
+def parse_size(size: int | str, *, of: int | None = None) -> int:
+    """Return a size in bytes.
+
+    Args:
+        size: Bytes, or a string such as "256MiB", "2 GB" or, where `of` is given, "5%".
+        of: What a percentage is of.
+
+    Example:
+        >>> parse_size("1.5KiB")
+        1536
+    """
+    if isinstance(size, int):
+        if size < 0:
+            raise ValueError(f"{size} is no size: it is negative")
+        return size
+    match = _SIZE.fullmatch(size)
+    if match is None:
+        raise ValueError(f"{size!r} is no size: write bytes, or for example '256MiB' or '2GB'")
+    number, unit = match.groups()
+    if unit == "%":
+        if of is None or float(number) > 100:
+            raise ValueError(f"{size!r} is no size here: write bytes, or for example '256MiB' or '2GB'")
+        return int(float(number) * of / 100)
+    if unit.upper() not in _UNITS:
+        raise ValueError(f"{size!r} is no size: {unit!r} is none of B, KiB, MiB, GiB, TiB, PiB, KB, MB, GB, TB, PB")
+    return int(float(number) * _UNITS[unit.upper()]) if "." in number else int(number) * _UNITS[unit.upper()]
+
+
+def format_size(nbytes: int) -> str:
+    """Return a size as a person reads it, for example "1.5 GiB"."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024:
+            break
+        size /= 1024
+    else:
+        unit = "PiB"
+    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
