@@ -8,17 +8,12 @@ rounded on its way, exactly as `torch.Tensor.to` rounds.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 import torch
 
 from nvflare_lazy.errors import UnsupportedDtypeError
 from nvflare_lazy.tensors.byte_source import ByteSource
 from nvflare_lazy.tensors.raw_bytes import storage_bytes
-from nvflare_lazy.tensors.tensor_entry import TensorEntry
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 # What is cast at once stays in the cache of a core.
 _TILE_ELEMENTS = 1 << 18
@@ -84,23 +79,6 @@ def check_cast(from_dtype: torch.dtype, to_dtype: torch.dtype) -> None:
         torch.empty(1, dtype=from_dtype).to(to_dtype)
     except NotImplementedError:
         raise UnsupportedDtypeError(f"torch {torch.__version__} cannot cast {from_dtype} to {to_dtype}") from None
-
-
-def cast_floating(entries: Mapping[str, TensorEntry], dtype: torch.dtype) -> dict[str, TensorEntry]:
-    """Return recipes of the same tensors with floating-point ones in another type, as `torch.nn.Module.to` would.
-
-    Integers, booleans and complex numbers stay what they are.
-    """
-    return {name: _cast_entry(name, entry, dtype) for name, entry in entries.items()}
-
-
-def _cast_entry(name: str, entry: TensorEntry, dtype: torch.dtype) -> TensorEntry:
-    try:
-        if entry.dtype == dtype or not entry.dtype.is_floating_point:
-            return entry
-        return TensorEntry(CastSource(entry.lazy().source, entry.dtype, dtype), dtype, entry.shape)
-    except UnsupportedDtypeError as error:
-        raise UnsupportedDtypeError(f"tensor {name!r}: {error}") from None
 
 
 def _largest_that_fits(from_dtype: torch.dtype, to_dtype: torch.dtype) -> float | None:

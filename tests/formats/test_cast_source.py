@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from nvflare_lazy.errors import UnsupportedDtypeError
 from nvflare_lazy.formats import cast_source
-from nvflare_lazy.formats.cast_source import CastSource, cast_floating
+from nvflare_lazy.formats.cast_source import CastSource
 from nvflare_lazy.tensors.byte_source import FileSource, MemorySource, OpenFile
 from nvflare_lazy.tensors.raw_bytes import storage_bytes
-from nvflare_lazy.tensors.tensor_entry import TensorEntry
 from tests.tensors.byte_source_contract import ByteSourceContract
 
 FLOATS = [
@@ -103,40 +102,9 @@ def test_refuses_what_loses_more_than_digits(from_dtype, to_dtype):
 
 @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no 4-bit float")
 def test_refuses_what_torch_cannot_cast():
-    """An error at once, not while the file is being written; it names the tensor."""
-    entries = {"layer.w": TensorEntry(MemorySource(bytes(16)), torch.float4_e2m1fn_x2, (4, 4))}
-    with pytest.raises(UnsupportedDtypeError, match=r"layer\.w.*cannot cast"):
-        cast_floating(entries, torch.bfloat16)
-
-
-def test_casts_what_module_to_casts():
-    """Floats change; integers, booleans, complex numbers and what already has the type stay the same entries."""
-    tensors = {
-        "float": torch.randn(3, 4),
-        "half": torch.randn(5).half(),
-        "steps": torch.tensor(7),
-        "mask": torch.tensor([True, False]),
-        "phases": torch.randn(2, dtype=torch.complex64),
-        "done": torch.randn(2).bfloat16(),
-        "empty": torch.randn(0, 3),
-    }
-    entries = {name: TensorEntry(MemorySource(as_bytes(t)), t.dtype, tuple(t.shape)) for name, t in tensors.items()}
-    made = cast_floating(entries, torch.bfloat16)
-    for name, tensor in tensors.items():
-        expected = tensor.to(torch.bfloat16) if tensor.dtype.is_floating_point else tensor
-        torch.testing.assert_close(made[name].lazy().materialize(), expected, rtol=0, atol=0)
-    assert {name for name in entries if made[name] is entries[name]} == {"steps", "mask", "phases", "done"}
-
-
-def test_casts_views():
-    """A transposed, sliced view of a storage is cast as what it shows."""
-    storage = torch.randn(6, 8)
-    view = storage.t()[1:7:2]
-    entry = TensorEntry(
-        MemorySource(as_bytes(storage)), torch.float32, tuple(view.shape), view.stride(), view.storage_offset()
-    )
-    made = cast_floating({"view": entry}, torch.float16)["view"]
-    assert torch.equal(made.lazy().materialize(), view.half())
+    """An error at once, not while the file is being written."""
+    with pytest.raises(UnsupportedDtypeError, match="cannot cast"):
+        CastSource(MemorySource(bytes(16)), torch.float4_e2m1fn_x2, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
