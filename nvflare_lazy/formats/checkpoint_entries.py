@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the records of a checkpoint's tensors to entries of a `LazyTensorDict`, each checked against its storage.
+
+The last step of opening a checkpoint. What shares a storage in the file shares its source here, and tensors that are
+tied (same storage, same geometry) become one entry.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from nvflare_lazy.errors import StorageError, TensorGeometryError, UnsupportedDtypeError, UnsupportedTensorError
+from nvflare_lazy.formats.pickled_tensors import StorageRef, TensorRef, UnsupportedTensor
+from nvflare_lazy.formats.rewritten_source import ByteSwappedSource, SignFlippedSource
+from nvflare_lazy.tensors import dtypes
+from nvflare_lazy.tensors.byte_source import FailedSource
+from nvflare_lazy.tensors.raw_bytes import extent
+from nvflare_lazy.tensors.strided_source import is_contiguous
+from nvflare_lazy.tensors.tensor_entry import TensorEntry
+
+if TYPE_CHECKING:
+    from nvflare_lazy.formats.checkpoint_tree import TensorRecord
+    from nvflare_lazy.formats.data_source import LazyDataSource
+    from nvflare_lazy.tensors.byte_source import ByteSource
+
+# What torch itself can count: dimensions, and bytes of a tensor.
+_MOST_DIMENSIONS = 64
+_MOST_BYTES = (1 << 63) - 1
+
+
+class EntryMaker:
+    """Makes the entries of one file.
+
+    Args:
+        data: The file's storages.
+    """
+
+    def __init__(self, data: LazyDataSource) -> None:
+        self._data = data
+        self._entries: dict[TensorRecord, TensorEntry] = {}
+        self._sources: dict[tuple[StorageRef, int, tuple[bool, ...]], ByteSource] = {}
+
+    def entry(self, name: str, record: TensorRecord) -> TensorEntry:
+        """Return the entry of a tensor, the same one for the same record.
+
+        Args:
+            name: What the tensor is called, for messages.
+            record: Where it lies.
+        """
+        made = self._entries.get(record)
+        if made is None:
+            made = self._entries[record] = self._make(name, record)
+        return made
+
+    def _make(self, name: str, record: TensorRecord) -> TensorEntry:
+        if isinstance(record, UnsupportedTensor):
+            return self._failed(name, record.kind, record.dtype, record.shape)
+        if isinstance(record, StorageRef):
+            numel = record.nbytes // record.dtype.itemsize
+            record = TensorRef(record, record.dtype, (numel,), (1,), 0)
+        self._check(name, record)
+        try:
+            dtypes.by_torch(record.dtype)
+        except UnsupportedDtypeError:
+            return self._failed(name, f"a tensor of {record.dtype}", torch.uint8, record.shape)
+        number = record.dtype.itemsize // 2 if record.dtype.is_complex else record.dtype.itemsize
+        flipped = _flipped(record)
+        if any(flipped) and not (record.dtype.is_complex or record.dtype.is_floating_point):
+            return self._failed(name, f"a negated view of {record.dtype}", record.dtype, record.shape)
+        source = self._source(name, record.storage, number, flipped)
+        if is_contiguous(record.shape, record.strides):
+            offset = record.offset if 0 not in record.shape else 0
+            return TensorEntry(source, record.dtype, record.shape, None, offset)
+        return TensorEntry(source, record.dtype, record.shape, record.strides, record.offset)
+
+    def _failed(self, name: str, kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorEntry:
+        self._check_shape(name, shape, dtype)
+        error = UnsupportedTensorError(
+            f"{name} in {self._data.path} is {kind}, which cannot be read without loading it: "
+            "load the checkpoint with torch.load and save it as an ordinary tensor"
+        )
+        return TensorEntry(FailedSource(prod(shape) * dtype.itemsize, error), dtype, shape)
+
+    def _source(self, name: str, storage: StorageRef, width: int, flipped: tuple[bool, ...]) -> ByteSource:
+        key = (storage, width if self._data.swapped else 1, flipped)
+        found = self._sources.get(key)
+        if found is not None:
+            return found
+        whole = self._data.storage(storage.key)
+        if storage.total > whole.nbytes:
+            raise StorageError(
+                f"{self._data.path}: storage {storage.key!r} of {name} should have {storage.total} bytes, but has "
+                f"{whole.nbytes}: the file is damaged; get it again"
+            )
+        source = whole.slice(storage.offset, storage.nbytes)
+        if self._data.swapped and width > 1:
+            source = ByteSwappedSource(source, width)
+        if any(flipped):
+            source = SignFlippedSource(source, width, flipped)
+        self._sources[key] = source
+        return source
+
+    def _check(self, name: str, record: TensorRef) -> None:
+        if len(record.shape) != len(record.strides):
+            raise self._impossible(name, "strides for another number of dimensions than its shape has")
+        self._check_shape(name, record.shape, record.dtype)
+        if min((record.offset, *record.strides), default=0) < 0:
+            raise self._impossible(name, "a negative stride or offset")
+        end = (record.offset + extent(record.shape, record.strides)) * record.dtype.itemsize
+        if 0 not in record.shape and end > record.storage.nbytes:
+            raise self._impossible(name, f"elements up to byte {end} of a storage of {record.storage.nbytes} bytes")
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if len(shape) > _MOST_DIMENSIONS or min(shape, default=0) < 0:
+            raise self._impossible(name, "a negative size, or too many dimensions")
+        if prod(size for size in shape if size) * dtype.itemsize > _MOST_BYTES:
+            raise self._impossible(name, "more bytes than can be counted")
+
+    def _impossible(self, name: str, what: str) -> TensorGeometryError:
+        return TensorGeometryError(f"{self._data.path}: {name} has {what}; the file is damaged or forged")
+
+
+def _flipped(record: TensorRef) -> tuple[bool, ...]:
+    """Which parts of each element have the other sign than in the storage."""
+    if record.dtype.is_complex:
+        return record.negated, record.negated != record.conjugated
+    return (record.negated,)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the nested contents of a checkpoint to tensors by name, and what is left when they are taken out.
+
+Between the unpickler, which gives a tree of records, and the entries of a `LazyTensorDict`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nvflare_lazy.errors import MalformedPickleError, NameCollisionError, SectionError
+from nvflare_lazy.formats.pickled_numpy import PickledArray, PickledDtype
+from nvflare_lazy.formats.pickled_tensors import (
+    AttributeBag,
+    Global,
+    StorageRef,
+    StorageType,
+    TensorRef,
+    UnsupportedTensor,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# A tensor that stands alone has no name in the file.
+_NAME_OF_THE_ONLY_TENSOR = "tensor"
+_KEY_OF_THE_ONLY_VALUE = "value"
+_DEEPEST = 64
+# How often things may be repeated: some, and then by the size of the pickle, which honest checkpoints stay far below.
+_FREE_EFFORT = 1 << 20
+_EFFORT_A_BYTE = 16
+
+TensorRecord = TensorRef | StorageRef | UnsupportedTensor
+_NOTHING = object()
+
+
+class CheckpointTree:
+    """The contents of a checkpoint, taken apart.
+
+    Nested dicts, lists and attributes are joined by dots: `{"model": {"weight": t}, "epoch": 3}` has the tensor
+    `model.weight` and the extra `{"epoch": 3}`.
+
+    Args:
+        path: The file, for messages.
+        content: What its pickle described.
+        pickle_bytes: Size of the pickle: a file may repeat parts of itself by reference, but not without end.
+
+    Attributes:
+        tensors: Their records by name, in the order of the file.
+        extras: Whatever else is in the checkpoint, as plain Python; what held nothing but tensors is not there.
+    """
+
+    def __init__(self, path: str, content: object, pickle_bytes: int) -> None:
+        self._path = path
+        self._effort = _FREE_EFFORT + _EFFORT_A_BYTE * pickle_bytes
+        self.tensors: dict[str, TensorRecord] = {}
+        if isinstance(content, TensorRecord):
+            content = {_NAME_OF_THE_ONLY_TENSOR: content}
+        else:
+            parts = children(content)
+            content = {_KEY_OF_THE_ONLY_VALUE: content} if parts is None else dict(parts)
+        rest = self._take_apart(content, "", 0)
+        self.extras: dict[str, object] = (
+            {_key_text(key): part for key, part in rest.items()} if rest is not _NOTHING else {}
+        )
+
+    def _take_apart(self, container: object, prefix: str, depth: int) -> Any:
+        """Collect the tensors of a container; return what else is in it, or `_NOTHING`."""
+        if depth > _DEEPEST:
+            raise self._endless()
+        rest: list[tuple[object, object]] = []
+        for key, part in children(container) or ():
+            self._effort -= 1
+            if isinstance(part, TensorRecord):
+                self._add(self._name(prefix, key), part)
+                left: object = _NOTHING
+            elif children(part) is None:
+                left = _plain(part)
+            else:
+                left = self._take_apart(part, f"{self._name(prefix, key)}.", depth + 1)
+            rest.append((key, left))
+        if rest and all(part is _NOTHING for _, part in rest):
+            return _NOTHING
+        if isinstance(container, (dict, AttributeBag)):
+            return {key: part for key, part in rest if part is not _NOTHING}
+        # The places of tensors in a list are kept, so that the others keep theirs.
+        items = [None if part is _NOTHING else part for _, part in rest]
+        return tuple(items) if type(container) is tuple else items
+
+    def _name(self, prefix: str, key: object) -> str:
+        name = prefix + _key_text(key)
+        self._effort -= len(name)
+        if self._effort < 0:
+            raise self._endless()
+        return name
+
+    def _endless(self) -> MalformedPickleError:
+        return MalformedPickleError(
+            f"{self._path}: the checkpoint holds itself, or repeats parts of itself without end; "
+            "save the state dict alone"
+        )
+
+    def _add(self, name: str, record: TensorRecord) -> None:
+        if name in self.tensors:
+            raise NameCollisionError(
+                f"{self._path}: two tensors would both be called {name!r}; open the part you need with section=..."
+            )
+        self.tensors[name] = record
+
+
+def select(path: str, content: object, section: str) -> object:
+    """Return the part of a checkpoint that is called `section`.
+
+    Args:
+        path: The file, for messages.
+        content: What its pickle described.
+        section: A key, or several joined by dots.
+    """
+    found = _find(content, section, 0)
+    if found is None or children(found) is None:
+        known = [_key_text(key) for key, part in children(content) or () if children(part) is not None]
+        raise SectionError(
+            f"{path} has no section {section!r} that holds named tensors; "
+            + (f"it has {', '.join(known[:20])}" if known else "it has no sections, open it without one")
+        )
+    return found
+
+
+def children(value: object) -> Iterable[tuple[object, object]] | None:
+    """Return the keys and parts of a container, or None for anything else."""
+    if type(value) is dict:
+        return value.items()
+    if type(value) is AttributeBag:
+        return value.attributes.items()
+    if type(value) in (list, tuple):
+        return enumerate(value)  # type: ignore[arg-type]
+    return None
+
+
+def _find(content: object, section: str, depth: int) -> object:
+    if depth > _DEEPEST:
+        return None
+    by_text = {_key_text(key): part for key, part in children(content) or ()}
+    if section in by_text:
+        return by_text[section]
+    for at in (index for index, letter in enumerate(section) if letter == "."):
+        if section[:at] in by_text:
+            found = _find(by_text[section[:at]], section[at + 1 :], depth + 1)
+            if found is not None:
+                return found
+    return None
+
+
+def _key_text(key: object) -> str:
+    return key.decode("utf-8", "backslashreplace") if type(key) is bytes else str(key)
+
+
+def _plain(value: object) -> object:
+    if type(value) is PickledArray:
+        return value.array
+    if type(value) is PickledDtype:
+        return value.dtype
+    if type(value) in (Global, StorageType):
+        return value.name  # type: ignore[attr-defined]
+    assert isinstance(
+        value, (bool, int, float, complex, str, bytes, bytearray, set, frozenset, torch.dtype, type(None))
+    )
+    return value

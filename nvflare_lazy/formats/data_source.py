@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LazyDataSource`: the storages of a PyTorch checkpoint by key, each read when and as far as it is asked for.
+
+What the three kinds of checkpoint have in common once their container has been understood.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from nvflare_lazy.errors import StorageError
+from nvflare_lazy.tensors.byte_source import OpenFile
+
+if TYPE_CHECKING:
+    import os
+
+    from nvflare_lazy.tensors.byte_source import ByteSource
+
+
+class LazyDataSource(ABC):
+    """The storages of a checkpoint on one shared descriptor.
+
+    Example:
+        >>> data = LazyDataSource.from_zip("model.pt")
+        >>> data.keys()
+        ['0', '1']
+        >>> data.read_range("0", 0, 16)  # these bytes are read, and no others
+
+    Attributes:
+        file: The open file.
+        path: Its path.
+        content: What the pickle describes, in records: a tree of plain data.
+        pickle_bytes: Size of that pickle.
+        swapped: Whether numbers in the storages have the other byte order than this machine's.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], file: OpenFile | None = None) -> None:
+        self.file = OpenFile(path) if file is None else file
+        self.path = self.file.path
+        self.content: object = None
+        self.pickle_bytes = 0
+        self.swapped = False
+
+    @staticmethod
+    def from_zip(path: str | os.PathLike[str]) -> LazyDataSource:
+        """Open a checkpoint of `torch.save` since PyTorch 1.6."""
+        from nvflare_lazy.formats.zip_source import ZipSource
+
+        return ZipSource(path)
+
+    @staticmethod
+    def from_legacy_multi_storage(path: str | os.PathLike[str]) -> LazyDataSource:
+        """Open a checkpoint of PyTorch 0.1.10 to 1.5, or of `_use_new_zipfile_serialization=False`."""
+        from nvflare_lazy.formats.legacy_source import LegacyMultiStorageSource
+
+        return LegacyMultiStorageSource(path)
+
+    @staticmethod
+    def from_tar(path: str | os.PathLike[str]) -> LazyDataSource:
+        """Open a checkpoint of PyTorch before 0.1.10."""
+        from nvflare_lazy.formats.tar_source import TarSource
+
+        return TarSource(path)
+
+    @abstractmethod
+    def keys(self) -> list[str]:
+        """Return the keys of all storages, in the order of the file."""
+
+    @abstractmethod
+    def _storage(self, key: str) -> ByteSource | None:
+        """Return the bytes of a storage, or None if there is no such key."""
+
+    def storage(self, key: str) -> ByteSource:
+        """Return the bytes of a storage as a source, without reading them."""
+        found = self._storage(key)
+        if found is None:
+            raise StorageError(f"{self.path} has no storage {key!r}: the file is damaged or incomplete; get it again")
+        return found
+
+    def contains(self, key: str) -> bool:
+        """Whether there is a storage of this key."""
+        return self._storage(key) is not None
+
+    def read(self, key: str) -> bytearray:
+        """Return all bytes of a storage, as they are in the file."""
+        return self.storage(key).read()
+
+    def read_range(self, key: str, offset: int, count: int) -> bytearray:
+        """Return `count` bytes of a storage from `offset` on, as they are in the file."""
+        return self.storage(key).read(offset, count)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LegacyMultiStorageSource`: the storages of a checkpoint of PyTorch 0.1.10 to 1.5.
+
+Five pickles one after the other (magic number, version, machine, contents, keys of the storages), and then the
+storages in the order of the keys, each as a count of elements and their bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+from nvflare_lazy.errors import MalformedPickleError, StorageError
+from nvflare_lazy.formats.data_source import LazyDataSource
+from nvflare_lazy.formats.pickle_globals import find_global
+from nvflare_lazy.formats.pickle_stream import PickleStream
+from nvflare_lazy.formats.pickled_tensors import StorageRef, storage_ref, text
+from nvflare_lazy.formats.unpickler import RestrictedUnpickler
+from nvflare_lazy.tensors.byte_source import FileSource
+
+if TYPE_CHECKING:
+    import os
+
+    from nvflare_lazy.tensors.byte_source import ByteSource, OpenFile
+
+MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+# The first bytes of the file hold it in one of these forms, by the protocol of the pickle.
+MAGIC_FORMS = (b"\x8a\x0a" + MAGIC_NUMBER.to_bytes(10, "little"), f"L{MAGIC_NUMBER}L\n".encode())
+_VERSION = 1001
+_COUNT_BYTES = 8
+
+
+class LegacyMultiStorageSource(LazyDataSource):
+    """A legacy checkpoint.
+
+    The boundaries of the storages are in the file: each count of elements, times the width that the storage's class
+    has, leads to the next one. So none of them needs to be read to find another.
+
+    Args:
+        path: The file.
+        file: The same file if it is open already.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], file: OpenFile | None = None) -> None:
+        super().__init__(path, file)
+        self._announced: dict[str, StorageRef] = {}
+        stream = PickleStream(self.file, 0, self.file.size)
+        if self._unpickle(stream) != MAGIC_NUMBER or self._unpickle(stream) != _VERSION:
+            raise MalformedPickleError(f"{self.path} does not begin like a PyTorch checkpoint")
+        # Says, among others, whether the machine was big-endian. The storages never are: those machines turned the
+        # bytes around on writing.
+        self._unpickle(stream)
+        self.swapped = sys.byteorder != "little"
+        self.content = self._unpickle(stream)
+        keys = self._unpickle(stream)
+        self.pickle_bytes = stream.consumed
+        self._storages = self._walk(keys, stream.position)
+
+    def keys(self) -> list[str]:
+        return list(self._storages)
+
+    def _storage(self, key: str) -> ByteSource | None:
+        return self._storages.get(key)
+
+    def _unpickle(self, stream: PickleStream) -> object:
+        return RestrictedUnpickler(stream, partial(find_global, self.path), self._persistent_load).load()
+
+    def _persistent_load(self, persistent_id: object) -> StorageRef:
+        if type(persistent_id) is not tuple or len(persistent_id) != 6:
+            raise ValueError("its id is not a tuple of six")
+        kind, storage_type, key, _, numel, view = persistent_id
+        if text(kind, "kind") != "storage":
+            raise ValueError("its id is not that of a storage")
+        ref = storage_ref(storage_type, key, numel, view)
+        # The class that mentions a storage first is the one that its elements are counted by.
+        self._announced.setdefault(ref.key, ref)
+        return ref
+
+    def _walk(self, keys: object, at: int) -> dict[str, FileSource]:
+        if type(keys) is not list:
+            raise MalformedPickleError(f"{self.path} has no list of storages after its contents; it is damaged")
+        storages: dict[str, FileSource] = {}
+        for key in keys:
+            announced = self._announced.get(key) if type(key) is str else None
+            if announced is None or key in storages:
+                raise StorageError(f"{self.path} lists a storage that no tensor is in, or one twice; it is damaged")
+            nbytes = self._count(announced, at) * announced.dtype.itemsize
+            at += _COUNT_BYTES
+            if nbytes != announced.total or at + nbytes > self.file.size:
+                raise StorageError(
+                    f"{self.path}: storage {key} should have {announced.total} bytes, but says {nbytes} and "
+                    f"{max(self.file.size - at, 0)} are left: the file is damaged or cut short; get it again"
+                )
+            storages[key] = FileSource(self.file, at, nbytes)
+            at += nbytes
+        return storages
+
+    def _count(self, announced: StorageRef, at: int) -> int:
+        if at + _COUNT_BYTES > self.file.size:
+            raise StorageError(f"{self.path} ends before storage {announced.key}: it was cut short; get it again")
+        count = FileSource(self.file, at, _COUNT_BYTES).read()
+        return int.from_bytes(count, "little", signed=True)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TarSource`: the storages of a checkpoint of PyTorch before 0.1.10.
+
+A tar archive whose members are the storages, the geometry of the tensors, and a pickle that refers to both by number.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+from nvflare_lazy.errors import ArchiveError, MalformedPickleError, StorageError
+from nvflare_lazy.formats.data_source import LazyDataSource
+from nvflare_lazy.formats.pickle_globals import find_global
+from nvflare_lazy.formats.pickle_stream import PickleStream
+from nvflare_lazy.formats.pickled_tensors import StorageRef, StorageType, TensorRef, is_small, text
+from nvflare_lazy.formats.tar_archive import read_members
+from nvflare_lazy.formats.unpickler import RestrictedUnpickler
+from nvflare_lazy.tensors.byte_source import FileSource
+
+if TYPE_CHECKING:
+    import os
+
+    from nvflare_lazy.tensors.byte_source import ByteSource, OpenFile
+
+_MEMBERS = ("storages", "tensors", "pickle")
+_MOST_DIMENSIONS = 64
+
+
+class TarSource(LazyDataSource):
+    """A tar checkpoint.
+
+    Args:
+        path: The file.
+        file: The same file if it is open already.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], file: OpenFile | None = None) -> None:
+        super().__init__(path, file)
+        members = read_members(self.file)
+        if not members.keys() >= set(_MEMBERS):
+            some = ", ".join(repr(name[:60]) for name in list(members)[:3])
+            raise ArchiveError(
+                f"{self.path} is a tar archive, but no PyTorch checkpoint; it has {some or 'nothing in it'}"
+            )
+        streams = {
+            name: PickleStream(self.file, members[name].offset, members[name].offset + members[name].nbytes)
+            for name in _MEMBERS
+        }
+        self.swapped = sys.byteorder != "little"
+        self._storages: dict[str, FileSource] = {}
+        self._objects: dict[int, StorageRef | TensorRef] = {}
+        self._read_storages(streams["storages"])
+        self._read_tensors(streams["tensors"])
+        self.content = self._unpickle(streams["pickle"])
+        self.pickle_bytes = sum(stream.consumed for stream in streams.values())
+
+    def keys(self) -> list[str]:
+        return list(self._storages)
+
+    def _storage(self, key: str) -> ByteSource | None:
+        return self._storages.get(key)
+
+    def _unpickle(self, stream: PickleStream) -> object:
+        return RestrictedUnpickler(stream, partial(find_global, self.path), self._persistent_load).load()
+
+    def _persistent_load(self, persistent_id: object) -> StorageRef | TensorRef:
+        number = text(persistent_id, "id") if type(persistent_id) is not int else persistent_id
+        found = self._objects.get(int(number))
+        if found is None:
+            raise ValueError("nothing has its number")
+        return found
+
+    def _read_storages(self, stream: PickleStream) -> None:
+        for _ in range(self._count(stream)):
+            number, _, storage_type = self._row(stream, 3)
+            number = self._number(number)
+            if type(storage_type) is not StorageType:
+                raise self._damaged("storages")
+            nbytes = int.from_bytes(stream.read(8), "little", signed=True) * storage_type.dtype.itemsize
+            key = str(number)
+            self._storages[key] = FileSource(self.file, stream.position, self._within(stream, nbytes))
+            self._objects[number] = StorageRef(key, storage_type.dtype, 0, nbytes, nbytes)
+            stream.skip(nbytes)
+        views = self._unpickle(stream)
+        if type(views) is not list:
+            raise self._damaged("views of storages")
+        for view in views:
+            self._add_view(view)
+
+    def _add_view(self, view: object) -> None:
+        if type(view) is not tuple or len(view) != 4 or not all(type(part) is int for part in view):
+            raise self._damaged("views of storages")
+        number, root_number, offset, numel = self._number(view[0]), *view[1:]
+        root = self._objects.get(root_number)
+        if type(root) is not StorageRef:
+            raise self._damaged("views of storages")
+        width = root.dtype.itemsize
+        if min(offset, numel) < 0 or (offset + numel) * width > root.nbytes:
+            raise StorageError(f"{self.path} has a storage that reaches out of the one it is a part of; it is damaged")
+        self._objects[number] = StorageRef(
+            root.key, root.dtype, root.offset + offset * width, numel * width, root.total
+        )
+
+    def _read_tensors(self, stream: PickleStream) -> None:
+        for _ in range(self._count(stream)):
+            number, storage_number, _ = self._row(stream, 3)
+            number = self._number(number)
+            storage = self._objects.get(storage_number) if type(storage_number) is int else None
+            if type(storage) is not StorageRef:
+                raise self._damaged("tensors")
+            # Twice the width of the number itself: the writer took it for a 64-bit one.
+            dimensions = int.from_bytes(stream.read(8)[:4], "little", signed=True)
+            if not 0 <= dimensions <= _MOST_DIMENSIONS:
+                raise self._damaged("tensors")
+            numbers = struct.unpack(f"<{2 * dimensions + 1}q", stream.read(8 * (2 * dimensions + 1)))
+            if not all(map(is_small, numbers)):
+                raise self._damaged("tensors")
+            self._objects[number] = TensorRef(
+                storage, storage.dtype, numbers[:dimensions], numbers[dimensions:-1], numbers[-1]
+            )
+
+    def _number(self, number: object) -> int:
+        """Return the number of a new object, which is an address in the process that wrote it."""
+        if type(number) is not int or not 0 <= number < 1 << 64 or number in self._objects:
+            raise self._damaged("numbers")
+        return number
+
+    def _count(self, stream: PickleStream) -> int:
+        count = self._unpickle(stream)
+        if type(count) is not int or count < 0:
+            raise self._damaged("counts")
+        return count
+
+    def _row(self, stream: PickleStream, width: int) -> tuple[object, ...]:
+        row = self._unpickle(stream)
+        if type(row) is not tuple or len(row) != width:
+            raise self._damaged("tables")
+        return row
+
+    def _within(self, stream: PickleStream, nbytes: int) -> int:
+        if nbytes < 0 or stream.position + nbytes > self.file.size:
+            raise StorageError(f"{self.path} ends before its storages do: it was cut short; get it again")
+        return nbytes
+
+    def _damaged(self, what: str) -> MalformedPickleError:
+        return MalformedPickleError(f"{self.path}: its {what} are not as PyTorch writes them; it is damaged")

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the records of a zip archive of `torch.save` by the archive's directory, strictly.
+
+Records are read by offset, as parts of the file. Python's `zipfile` is of no use for that: it insists on checksums,
+which torch may leave out, and forgives archives that two readers would understand in two ways.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nvflare_lazy.errors import (
+    ArchiveError,
+    CompressedRecordError,
+    DuplicateRecordError,
+    EncryptedRecordError,
+    OverlappingRecordError,
+    RecordNameError,
+)
+
+if TYPE_CHECKING:
+    from nvflare_lazy.tensors.byte_source import OpenFile
+
+MAGIC = b"PK\x03\x04"
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR64 = struct.Struct("<4sIQI")
+_LONGEST_COMMENT = 0xFFFF
+_ENCRYPTED = 0x0001 | 0x0040 | 0x2000
+_ZIP64_FIELD = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ZipRecord:
+    """Where the bytes of a record lie in the file."""
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    header: int
+    nbytes: int
+
+
+def read_directory(file: OpenFile) -> dict[str, ZipRecord]:
+    """Return the records of an archive by their full names, in the order of its directory."""
+    return _Directory(file).records()
+
+
+class _Directory:
+    def __init__(self, file: OpenFile) -> None:
+        self._file = file
+        self._count, self._size, self._start = self._find()
+
+    def records(self) -> dict[str, ZipRecord]:
+        entries = self._entries()
+        records: dict[str, ZipRecord] = {}
+        for entry in entries:
+            if entry.name in records:
+                raise DuplicateRecordError(f"{self._file.path} has two records called {entry.name!r}; do not use it")
+            records[entry.name] = ZipRecord(self._data_offset(entry), entry.nbytes)
+        self._check_overlaps(entries, records)
+        return {name: record for name, record in records.items() if not name.endswith("/")}
+
+    def _find(self) -> tuple[int, int, int]:
+        """Return the number of entries, the size and the offset of the central directory."""
+        end = self._find_end()
+        _, disk, first_disk, here, count, size, start, _ = _END.unpack(self._read(end, _END.size))
+        stop = end
+        locator = end - _LOCATOR64.size
+        if locator >= 0 and self._read(locator, 4) == b"PK\x06\x07":
+            _, _, stop, _ = _LOCATOR64.unpack(self._read(locator, _LOCATOR64.size))
+            if stop + _END64.size > locator:
+                raise self._broken("its 64-bit directory record is not where it should be")
+            magic, length, _, _, disk, first_disk, here, count, size, start = _END64.unpack(
+                self._read(stop, _END64.size)
+            )
+            if magic != b"PK\x06\x06" or stop + 12 + length != locator:
+                raise self._broken("its 64-bit directory record is broken")
+        if disk or first_disk or here != count:
+            raise self._broken("it is one part of several")
+        if start + size != stop:
+            raise self._broken("its directory is not where it should be")
+        return count, size, start
+
+    def _find_end(self) -> int:
+        """Return the offset of the end record, which a comment of the stated length may follow and nothing else."""
+        tail_size = min(self._file.size, _END.size + _LONGEST_COMMENT)
+        tail = self._read(self._file.size - tail_size, tail_size)
+        at = len(tail) - _END.size
+        while (at := tail.rfind(b"PK\x05\x06", 0, at + 4)) >= 0:
+            if at + _END.size + int.from_bytes(tail[at + 20 : at + 22], "little") == len(tail):
+                return self._file.size - tail_size + at
+            at -= 1
+        raise self._broken("its directory is missing; it was cut short, or something was added at its end")
+
+    def _entries(self) -> list[_Entry]:
+        if self._count * _CENTRAL.size > self._size:
+            raise self._broken("its directory is shorter than its entries")
+        directory = self._read(self._start, self._size)
+        entries, at = [], 0
+        for _ in range(self._count):
+            if at + _CENTRAL.size > len(directory):
+                raise self._broken("its directory is cut short")
+            fields = _CENTRAL.unpack_from(directory, at)
+            name_end = at + _CENTRAL.size + fields[10]
+            extra_end = name_end + fields[11]
+            if fields[0] != b"PK\x01\x02" or extra_end + fields[12] > len(directory):
+                raise self._broken("its directory is damaged")
+            name = directory[at + _CENTRAL.size : name_end].decode("utf-8", "surrogateescape")
+            entries.append(self._entry(name, fields, directory[name_end:extra_end]))
+            at = extra_end + fields[12]
+        if at != len(directory):
+            raise self._broken("its directory has more than its entries")
+        return entries
+
+    def _entry(self, name: str, fields: tuple[int, ...], extra: bytes) -> _Entry:
+        self._check_name(name)
+        flags, method, packed, nbytes, disk, header = (fields[index] for index in (3, 4, 8, 9, 13, 16))
+        if flags & _ENCRYPTED:
+            raise EncryptedRecordError(f"{self._file.path}: {name} is encrypted; save the checkpoint without")
+        if method:
+            raise CompressedRecordError(
+                f"{self._file.path}: {name} is compressed, and can only be read as a whole; "
+                "unpack the archive, or load it with torch.load and save it again"
+            )
+        wide = _zip64_field(extra)
+        sizes = []
+        for value in (nbytes, packed, header):
+            if value == 0xFFFFFFFF:
+                if len(wide) < 8:
+                    raise self._broken(f"the size of {name} is missing")
+                value, wide = int.from_bytes(wide[:8], "little"), wide[8:]
+            sizes.append(value)
+        nbytes, packed, header = sizes
+        if packed != nbytes or disk not in (0, 0xFFFF):
+            raise self._broken(f"{name} is stored, but in another number of bytes than it has")
+        if name.endswith("/") and nbytes:
+            raise self._broken(f"the directory {name} has contents of its own")
+        return _Entry(name, header, nbytes)
+
+    def _check_name(self, name: str) -> None:
+        parts = name.removesuffix("/").split("/")
+        if "\\" in name or "\0" in name or not all(part and part not in (".", "..") for part in parts):
+            raise RecordNameError(f"{self._file.path} has a record called {name[:200]!r}, which is no name of a record")
+
+    def _data_offset(self, entry: _Entry) -> int:
+        """Return where the record's data begins: after a header of its own, whose padding only it knows."""
+        name = entry.name.encode("utf-8", "surrogateescape")
+        if entry.header + _LOCAL.size + len(name) > self._start:
+            raise self._broken(f"{entry.name} lies outside of it")
+        header = self._read(entry.header, _LOCAL.size + len(name))
+        magic, _, flags, method, *_, name_length, extra_length = _LOCAL.unpack_from(header)
+        if magic != MAGIC or flags & _ENCRYPTED or method:
+            raise self._broken(f"the header of {entry.name} is not what the directory says")
+        if name_length != len(name) or header[_LOCAL.size :] != name:
+            raise RecordNameError(
+                f"{self._file.path}: {entry.name} has another name in its header; do not use this file"
+            )
+        return int(entry.header + _LOCAL.size + name_length + extra_length)
+
+    def _check_overlaps(self, entries: list[_Entry], records: dict[str, ZipRecord]) -> None:
+        end = 0
+        for entry in sorted(entries, key=lambda entry: entry.header):
+            if entry.header < end:
+                raise OverlappingRecordError(
+                    f"{self._file.path}: {entry.name} shares bytes with the record before it; do not use this file"
+                )
+            end = records[entry.name].offset + entry.nbytes
+        if end > self._start:
+            raise OverlappingRecordError(f"{self._file.path}: its last record runs into its directory; it is damaged")
+
+    def _read(self, offset: int, count: int) -> bytes:
+        if offset + count > self._file.size:
+            raise self._broken("it ends too early")
+        data = bytearray(count)
+        self._file.read_into(memoryview(data), offset)
+        return bytes(data)
+
+    def _broken(self, what: str) -> ArchiveError:
+        return ArchiveError(f"{self._file.path} begins like a zip archive, but {what}; get it again")
+
+
+def _zip64_field(extra: bytes) -> bytes:
+    """Return the 64-bit sizes among the extra fields of an entry, if there are any."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        if kind == _ZIP64_FIELD:
+            return extra[at + 4 : at + 4 + length]
+        at += 4 + length
+    return b""
