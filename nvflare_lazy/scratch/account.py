@@ -11,7 +11,7 @@ import threading
 from collections import deque
 
 from nvflare_lazy.errors import DiskFullError, QuotaExceededError
-from nvflare_lazy.scratch.sizes import format_size, parse_size
+from nvflare_lazy.tensors.sizes import format_size, parse_size
 
 # How much is written between two looks at the disk: other programs fill it, too.
 LOOK_EVERY = 16 << 20

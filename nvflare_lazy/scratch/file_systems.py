@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from nvflare_lazy.scratch.sizes import format_size
+from nvflare_lazy.tensors.sizes import format_size
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _MEMORY = {"tmpfs", "ramfs", "rootfs", "devtmpfs", "hugetlbfs"}

@@ -20,7 +20,7 @@ from nvflare_lazy.scratch.file_systems import RootReport, describe_root
 from nvflare_lazy.scratch.job_directory import JobDirectory
 from nvflare_lazy.scratch.reclaim import Reclaimed, reclaim
 from nvflare_lazy.scratch.root import ScratchRoot
-from nvflare_lazy.scratch.sizes import parse_size
+from nvflare_lazy.tensors.sizes import parse_size
 
 if TYPE_CHECKING:
     from pathlib import Path

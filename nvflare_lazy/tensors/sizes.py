@@ -44,9 +44,7 @@ def format_size(nbytes: int) -> str:
     """Return a size as a person reads it, for example "1.5 GiB"."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024:
-            break
+        if size < 1024:
+            return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
-    else:
-        unit = "PiB"
-    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
+    return f"{size:.1f} PiB"
