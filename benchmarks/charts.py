@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of measured runs. Each can be read alone: what ran, on what axis, in what unit, and the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+
+from benchmarks.fl_job import MIB
+
+mpl.use("Agg")
+
+NAMES = {
+    "stock": "NVFlare, in memory",
+    "offload": "NVFlare, its own disk offload",
+    "component": "nvflare-lazy, one component",
+    "lazy": "nvflare-lazy, server only",
+    "lazy-both": "nvflare-lazy, server and clients",
+}
+# Distinct in grey, too, and for the colour-blind.
+COLOURS = {
+    "stock": "#b2182b",
+    "offload": "#ef8a62",
+    "component": "#92c5de",
+    "lazy": "#4393c3",
+    "lazy-both": "#053061",
+}
+MARKERS = {"stock": "o", "offload": "s", "component": "v", "lazy": "D", "lazy-both": "^"}
+
+GIB = 1024 * MIB
+
+
+def timeline(runs: Mapping[str, tuple[Sequence[tuple[float, int]], int]], path: Path, title: str) -> None:
+    """Draw the server's anonymous memory over time: for each mode its samples (seconds, bytes) and its peak."""
+    figure, axes = _figure(title)
+    for mode, (samples, peak) in runs.items():
+        axes.plot(
+            [seconds for seconds, _ in samples],
+            [anon / GIB for _, anon in samples],
+            color=COLOURS[mode],
+            linewidth=1.8,
+            label=f"{NAMES[mode]}: peak {peak / GIB:.2f} GiB",
+        )
+    axes.set_xlabel("seconds since the job was started")
+    axes.set_ylabel("server process, anonymous memory in GiB")
+    _finish(figure, axes, path)
+
+
+def peaks(rows: Mapping[str, Mapping[float, Sequence[float]]], path: Path, title: str, axis: str) -> None:
+    """Draw peak server memory (bytes) against a number; several measurements of a point show as a range."""
+    figure, axes = _figure(title)
+    for mode, points in rows.items():
+        xs = sorted(points)
+        middle = [median(points[x]) / GIB for x in xs]
+        low = [m - min(points[x]) / GIB for m, x in zip(middle, xs, strict=True)]
+        high = [max(points[x]) / GIB - m for m, x in zip(middle, xs, strict=True)]
+        axes.errorbar(
+            xs, middle, yerr=[low, high], color=COLOURS[mode], marker=MARKERS[mode], capsize=3, label=NAMES[mode]
+        )
+        axes.annotate(
+            f"{middle[-1]:.2f}", (xs[-1], middle[-1]), textcoords="offset points", xytext=(6, 4), color=COLOURS[mode]
+        )
+    axes.set_xlabel(axis)
+    axes.set_ylabel("server process, peak anonymous memory in GiB")
+    axes.set_xticks(sorted({x for points in rows.values() for x in points}))
+    _finish(figure, axes, path)
+
+
+def round_times(rows: Mapping[str, Sequence[float]], path: Path, title: str) -> None:
+    """Draw the median time of a round for each mode, with the range of the repetitions."""
+    figure, axes = _figure(title)
+    for place, (mode, seconds) in enumerate(rows.items()):
+        middle = median(seconds)
+        axes.bar(place, middle, color=COLOURS[mode], width=0.6)
+        axes.errorbar(place, middle, yerr=[[middle - min(seconds)], [max(seconds) - middle]], color="black", capsize=4)
+        axes.annotate(f"{middle:.1f} s", (place, middle), textcoords="offset points", xytext=(8, 6))
+    axes.set_xticks(range(len(rows)), [NAMES[mode].replace(", ", ",\n") for mode in rows])
+    axes.set_ylabel("seconds a round: median, and range of all rounds")
+    _finish(figure, axes, path, legend=False)
+
+
+def _figure(title: str) -> tuple[plt.Figure, plt.Axes]:
+    figure, axes = plt.subplots(figsize=(9, 5), dpi=130)
+    axes.set_title(title, loc="left", fontsize=11)
+    return figure, axes
+
+
+def _finish(figure: plt.Figure, axes: plt.Axes, path: Path, *, legend: bool = True) -> None:
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if legend:
+        axes.legend(frameon=False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)

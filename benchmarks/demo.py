@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make demo`: the same federated job on stock NVFlare and on nvflare-lazy, with a chart of the server's memory."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import charts
+from benchmarks.fl_job import MIB, FLJob, RunResult, run
+
+MODES = ("stock", "lazy", "lazy-both")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--model-mib", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("demo.png"))
+    options = parser.parse_args()
+    print(
+        f"FedAvg in NVFlare's simulator: a model of {options.model_mib} MiB, {options.clients} clients, "
+        f"{options.rounds} rounds. The same job {len(MODES)} times:",
+        flush=True,
+    )
+    results: list[RunResult] = []
+    for mode in MODES:
+        print(f"  {charts.NAMES[mode]} ...", end=" ", flush=True)
+        directory = Path(tempfile.mkdtemp(prefix="nvflare-lazy-demo-"))
+        try:
+            result = run(
+                FLJob(
+                    mode=mode, clients=options.clients, model_mib=options.model_mib, rounds=options.rounds, tensors=32
+                ),
+                directory,
+            )
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        if not result.ok:
+            print(f"failed\n{result.output[-3000:]}")
+            return 1
+        print(f"{result.seconds:.0f} s", flush=True)
+        results.append(result)
+    print()
+    print(f"  {'':34}{'server memory, peak':>22}{'a round takes':>16}{'scratch on disk':>18}")
+    for result in results:
+        print(
+            f"  {charts.NAMES[result.job.mode]:34}{result.server_peak / MIB:>18.0f} MiB"
+            f"{min(result.round_seconds):>14.1f} s{result.scratch_peak / MIB:>14.0f} MiB"
+        )
+    charts.timeline(
+        {r.job.mode: ([(s.seconds, s.anon) for s in r.samples if s.role == "server"], r.server_peak) for r in results},
+        options.out,
+        f"Server memory of one FedAvg job: {options.model_mib} MiB model, {options.clients} clients, "
+        f"{options.rounds} rounds, simulator",
+    )
+    print(f"\nThe chart is in {options.out.resolve()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main benchmark: the same federated job on stock NVFlare and on nvflare-lazy, side by side.
+
+    python -m benchmarks.federated --size quick            about two minutes
+    python -m benchmarks.federated --size full             about twenty, with the 1 GiB model
+    python -m benchmarks.federated --size full --poc       and a local deployment with external trainers
+
+Modes alternate, so that what else the machine does meets all of them alike. Writes `runs.json.gz` (with every sample),
+a table in Markdown and pictures into `--out`. `--render` makes table and pictures anew from `runs.json.gz`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import shutil
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import charts
+from benchmarks.fl_job import MIB, FLJob, run
+from benchmarks.machine import describe_machine
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run: the main case again and again, then more clients and larger models once each."""
+
+    model_mib: int
+    clients: tuple[int, ...]
+    models_mib: tuple[int, ...]
+    modes: tuple[str, ...]
+    repeats: int
+    tensors: int = 64
+    rounds: int = 2
+    poc_mib: int = 512
+
+    def cases(self) -> Iterator[tuple[str, int, int]]:
+        """Yield mode, clients and MiB of every run, modes alternating."""
+        most = max(self.clients)
+        shapes = [(most, self.model_mib)] * self.repeats
+        shapes += [(clients, self.model_mib) for clients in self.clients if clients != most]
+        shapes += [(2, mib) for mib in self.models_mib if (2, mib) not in shapes]
+        for clients, mib in shapes:
+            for mode in self.modes:
+                yield mode, clients, mib
+
+
+PLANS = {
+    "quick": Plan(64, (1, 2), (16,), ("stock", "lazy", "lazy-both"), repeats=1),
+    "full": Plan(1024, (1, 2, 4), (256, 512, 1024), ("stock", "offload", "component", "lazy", "lazy-both"), repeats=3),
+}
+
+
+@dataclass
+class Record:
+    """One run, as it is written to `runs.json.gz`."""
+
+    env: str
+    mode: str
+    clients: int
+    model_mib: int
+    server_peak: int
+    client_peak: int
+    trainer_peak: int
+    scratch_peak: int
+    page_cache_growth: int
+    disk_written: int
+    round_seconds: list[float]
+    server_timeline: list[tuple[float, int]] = field(default_factory=list)
+
+
+def measure(mode: str, clients: int, mib: float, plan: Plan, env: str = "sim") -> Record:
+    """Run one case and return what it came to."""
+    directory = Path(tempfile.mkdtemp(prefix="nvflare-lazy-bench-"))
+    try:
+        job = FLJob(
+            mode=mode,
+            clients=clients,
+            model_mib=mib,
+            tensors=plan.tensors if mib >= 1 else 1,
+            rounds=plan.rounds,
+            external=env == "poc",
+        )
+        result = run(job, directory, env=env)
+        if not result.ok:
+            raise SystemExit(f"{mode} with {clients} clients and {mib} MiB failed:\n{result.output[-4000:]}")
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    written: dict[int, int] = {}
+    for sample in result.samples:
+        written[sample.pid] = max(written.get(sample.pid, 0), sample.disk_written)
+    return Record(
+        env=env,
+        mode=mode,
+        clients=clients,
+        model_mib=round(mib),
+        server_peak=result.server_peak,
+        client_peak=result.client_peak,
+        trainer_peak=result.peak("trainer"),
+        scratch_peak=result.scratch_peak,
+        page_cache_growth=result.page_cache_peak,
+        disk_written=sum(written.values()),
+        round_seconds=result.round_seconds,
+        server_timeline=[(s.seconds, s.anon) for s in result.samples if s.role == "server"],
+    )
+
+
+def run_all(plan: Plan, *, poc: bool) -> list[Record]:
+    """Run every case of the plan, and an idle job of a few KiB for each mode."""
+    records = [measure(mode, 2, 1 / 256, plan) for mode in plan.modes]
+    for mode, clients, mib in plan.cases():
+        record = measure(mode, clients, mib, plan)
+        records.append(record)
+        show(record)
+    for mode in plan.modes if poc else ():
+        record = measure(mode, 2, plan.poc_mib, plan, env="poc")
+        records.append(record)
+        show(record)
+    return records
+
+
+def show(record: Record) -> None:
+    rounds = " ".join(f"{seconds:.1f}" for seconds in record.round_seconds)
+    print(
+        f"{record.env} {record.mode:10} {record.clients} clients {record.model_mib:5} MiB: "
+        f"server {record.server_peak / MIB:6.0f} MiB, rounds {rounds} s",
+        flush=True,
+    )
+
+
+def render(records: list[Record], about: dict[str, Any], out: Path) -> None:
+    """Write the table and the pictures."""
+    groups: dict[tuple[str, int, int, str], list[Record]] = defaultdict(list)
+    for record in records:
+        groups[record.env, record.model_mib, record.clients, record.mode].append(record)
+    lines = [
+        f"# {about['title']}",
+        "",
+        f"`{about['command']}`",
+        "",
+        *(f"- {name}: {text}" for name, text in about["machine"].items()),
+        "",
+        "Memory is anonymous memory (RssAnon), the peak of the server's job process; rounds are the median of all",
+        "rounds of all repetitions, with their range. Page cache is what the whole machine's grew by: it is given",
+        "back when anybody needs it.",
+        "",
+        "| where | model | clients | mode | server peak | a round | client peak | scratch | page cache |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (env, mib, clients, mode), runs in sorted(groups.items(), key=lambda item: item[0][:3]):
+        rounds = [seconds for r in runs for seconds in r.round_seconds]
+        model = f"{mib} MiB" if mib else "4 KiB"
+        lines.append(
+            f"| {env} | {model} | {clients} | {charts.NAMES[mode]} "
+            f"| {median(r.server_peak for r in runs) / MIB:.0f} MiB "
+            f"| {median(rounds):.1f} s ({min(rounds):.1f} to {max(rounds):.1f}) "
+            f"| {median(r.client_peak for r in runs) / MIB:.0f} MiB "
+            f"| {max(r.scratch_peak for r in runs) / MIB:.0f} MiB "
+            f"| {median(r.page_cache_growth for r in runs) / MIB:.0f} MiB |"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "README.md").write_text("\n".join([*lines, "", *_pictures(groups, out), ""]))
+
+
+def _pictures(groups: dict[tuple[str, int, int, str], list[Record]], out: Path) -> list[str]:
+    simulated = {key[1:]: runs for key, runs in groups.items() if key[0] == "sim" and key[1]}
+    main_mib = max({mib for mib, _, _ in simulated}, key=lambda mib: sum(m == mib for m, _, _ in simulated))
+    most = max(clients for mib, clients, _ in simulated if mib == main_mib)
+    by_clients: dict[str, dict[float, list[float]]] = defaultdict(dict)
+    by_model: dict[str, dict[float, list[float]]] = defaultdict(dict)
+    for (mib, clients, mode), runs in simulated.items():
+        if mib == main_mib:
+            by_clients[mode][clients] = [r.server_peak for r in runs]
+        if clients == 2:
+            by_model[mode][mib] = [r.server_peak for r in runs]
+    main_case = {mode: runs for (mib, clients, mode), runs in simulated.items() if (mib, clients) == (main_mib, most)}
+    where = "FedAvg in the simulator"
+    charts.peaks(by_clients, out / "clients.png", f"{where}, {main_mib} MiB model", "clients")
+    charts.peaks(by_model, out / "model.png", f"{where}, 2 clients", "model in MiB")
+    charts.timeline(
+        {mode: (runs[0].server_timeline, runs[0].server_peak) for mode, runs in main_case.items()},
+        out / "timeline.png",
+        f"{where}, {main_mib} MiB model, {most} clients",
+    )
+    charts.round_times(
+        {mode: [seconds for r in runs for seconds in r.round_seconds] for mode, runs in main_case.items()},
+        out / "rounds.png",
+        f"{where}, {main_mib} MiB model, {most} clients",
+    )
+    return [
+        "![peak memory by clients](clients.png)",
+        "![peak memory by model size](model.png)",
+        "![memory over time](timeline.png)",
+        "![time of a round](rounds.png)",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.federated", description=__doc__.partition("\n")[0])
+    parser.add_argument("--size", choices=PLANS, default="quick")
+    parser.add_argument("--poc", action="store_true", help="also a local deployment with external trainers")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/federated"))
+    parser.add_argument("--render", action="store_true", help="only make table and pictures from runs.json.gz again")
+    options = parser.parse_args()
+    file = options.out / "runs.json.gz"
+    if not options.render:
+        records = run_all(PLANS[options.size], poc=options.poc)
+        about = {
+            "title": "One federated job, stock NVFlare and nvflare-lazy",
+            "command": " ".join(["python -m benchmarks.federated", *sys.argv[1:]]),
+            "machine": describe_machine(),
+        }
+        options.out.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"about": about, "runs": [vars(record) for record in records]})
+        file.write_bytes(gzip.compress(text.encode(), mtime=0))
+    content = json.loads(gzip.decompress(file.read_bytes()))
+    render([Record(**record) for record in content["runs"]], content["about"], options.out)
+    print(f"table and pictures are in {options.out.resolve()}")
+
+
+if __name__ == "__main__":
+    main()
