@@ -36,10 +36,11 @@ _ZIP64_FIELD = 1
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """Where the bytes of a record lie in the file."""
+    """Where the bytes of a record lie in the file, and their checksum; 0 where torch was told to leave it out."""
 
     offset: int
     nbytes: int
+    crc32: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class _Entry:
     name: str
     header: int
     nbytes: int
+    crc32: int
 
 
 def read_directory(file: OpenFile) -> dict[str, ZipRecord]:
@@ -65,7 +67,7 @@ class _Directory:
         for entry in entries:
             if entry.name in records:
                 raise DuplicateRecordError(f"{self._file.path} has two records called {entry.name!r}; do not use it")
-            records[entry.name] = ZipRecord(self._data_offset(entry), entry.nbytes)
+            records[entry.name] = ZipRecord(self._data_offset(entry), entry.nbytes, entry.crc32)
         self._check_overlaps(entries, records)
         return {name: record for name, record in records.items() if not name.endswith("/")}
 
@@ -144,7 +146,7 @@ class _Directory:
             raise self._broken(f"{name} is stored, but in another number of bytes than it has")
         if name.endswith("/") and nbytes:
             raise self._broken(f"the directory {name} has contents of its own")
-        return _Entry(name, header, nbytes)
+        return _Entry(name, header, nbytes, fields[7])
 
     def _check_name(self, name: str) -> None:
         parts = name.removesuffix("/").split("/")

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads all of a checkpoint and says what is wrong with it, and where.
+
+What `nvflare-lazy verify` does with each file. Opening it has already held the file to every rule of its format; what
+is left are the bytes themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+import nvflare_lazy
+from nvflare_lazy.cli.progress import progress
+from nvflare_lazy.cli.wording import count, error_line, printable
+from nvflare_lazy.errors import NVFlareLazyError
+from nvflare_lazy.formats.lazy_data import HEAD_BYTES, sniff_pytorch
+from nvflare_lazy.formats.safetensors_reader import UntypedEntry
+from nvflare_lazy.formats.zip_archive import read_directory
+from nvflare_lazy.tensors import dtypes
+from nvflare_lazy.tensors.byte_source import FileSource, OpenFile
+from nvflare_lazy.tensors.raw_bytes import storage_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from nvflare_lazy.formats.zip_archive import ZipRecord
+    from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+    from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+
+_TILE_BYTES = 4 << 20
+
+
+@dataclass
+class Report:
+    """What there is to say of one file.
+
+    Attributes:
+        tensors: How many tensors it has.
+        nbytes: How many bytes they have.
+        problems: What is wrong, a line for each; none if all is well.
+    """
+
+    tensors: int = 0
+    nbytes: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Something to read: `run` is told where to count the bytes, and returns what is wrong with them."""
+
+    what: str
+    nbytes: int
+    run: Callable[[Callable[[int], None]], str | None]
+
+
+def check(file: str, *, finite: bool = False) -> Report:
+    """Read all of a checkpoint.
+
+    Args:
+        file: The checkpoint, as `nvflare_lazy.open` takes it.
+        finite: Whether NaN and infinite values are problems.
+    """
+    try:
+        tensors = nvflare_lazy.open(file)
+        sums = list(_checksum_steps(file))
+    except (NVFlareLazyError, OSError) as error:
+        return Report(problems=[error_line(error)])
+    report = Report(len(tensors), tensors.nbytes)
+    steps = [*sums, *_reading_steps(tensors, finite, is_read=bool(sums))]
+    with progress(f"Checking {os.path.basename(file)}", sum(step.nbytes for step in steps)) as done:
+        for step in steps:
+            try:
+                problem = step.run(done)
+            except (NVFlareLazyError, OSError) as error:
+                problem = error_line(error)
+            if problem is not None:
+                report.problems.append(f"{step.what}: {problem}")
+    return report
+
+
+def _checksum_steps(file: str) -> Iterator[_Step]:
+    """Yield the records of a zip archive, the only kind of checkpoint that has checksums."""
+    if not os.path.isfile(file):
+        return
+    opened = OpenFile(file)
+    head = bytearray(min(HEAD_BYTES, opened.size))
+    opened.read_into(memoryview(head), 0)
+    if sniff_pytorch(bytes(head)) == "zip":
+        for name, record in read_directory(opened).items():
+            yield _Step(f"record {printable(name)}", record.nbytes, partial(_check_sum, opened, record))
+
+
+def _reading_steps(tensors: LazyTensorDict, finite: bool, is_read: bool) -> Iterator[_Step]:
+    """Yield what is to be read of the tensors.
+
+    Args:
+        tensors: The checkpoint.
+        finite: Whether values are to be looked at, rather than bytes.
+        is_read: Whether the files themselves have been read from end to end.
+    """
+    seen: set[int] = set()
+    for name, entry in tensors.entries.items():
+        what = f"tensor {printable(name)}"
+        if finite and not isinstance(entry, UntypedEntry) and _may_be_infinite(entry.dtype):
+            if id(entry) not in seen:
+                yield _Step(what, entry.nbytes, partial(_check_values, entry.lazy()))
+        elif id(entry.source) not in seen and not (is_read and entry.source.file_range()):
+            yield _Step(what, entry.source.nbytes, partial(_read, entry.source))
+        seen.update((id(entry), id(entry.source)))
+
+
+def _tiles(source: ByteSource, tile: memoryview, done: Callable[[int], None]) -> Iterator[memoryview]:
+    for begin in range(0, source.nbytes, len(tile)):
+        part = tile[: source.nbytes - begin]
+        source.read_into(part, begin)
+        yield part
+        done(len(part))
+
+
+def _read(source: ByteSource, done: Callable[[int], None]) -> None:
+    for _ in _tiles(source, memoryview(bytearray(_TILE_BYTES)), done):
+        pass
+
+
+def _check_sum(file: OpenFile, record: ZipRecord, done: Callable[[int], None]) -> str | None:
+    found = 0
+    source = FileSource(file, record.offset, record.nbytes)
+    for part in _tiles(source, memoryview(bytearray(_TILE_BYTES)), done):
+        found = zlib.crc32(part, found)
+    # torch can be told to leave the checksums out, and then writes 0.
+    if record.crc32 in (0, found):
+        return None
+    return f"its checksum is {found:08x}, and should be {record.crc32:08x}: its bytes were changed; get the file again"
+
+
+def _check_values(tensor: LazyTensor, done: Callable[[int], None]) -> str | None:
+    tile = torch.empty(_TILE_BYTES, dtype=torch.uint8)
+    before = nans = infinities = 0
+    first = None
+    for part in _tiles(tensor.source, storage_bytes(tile), done):
+        values = tile[: len(part)].view(tensor.dtype)
+        # There is no arithmetic on 8-bit floats.
+        values = values.float() if tensor.dtype.itemsize == 1 else values
+        good = values.isfinite()
+        if not good.all():
+            first = before + int((~good).to(torch.uint8).argmax()) if first is None else first
+            nans += int(values.isnan().sum())
+            infinities += int(values.isinf().sum())
+        before += len(values)
+    if first is None:
+        return None
+    place = [int(index) for index in np.unravel_index(first, tensor.shape)]
+    return f"{nans:,} NaN and {infinities:,} infinite of {count(before, 'value')}, the first at {place}"
+
+
+def _may_be_infinite(dtype: torch.dtype) -> bool:
+    return (dtype.is_floating_point or dtype.is_complex) and dtypes.by_torch(dtype).packed == 1

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nvflare-lazy convert`: any checkpoint as safetensors, however large.
+
+Copies a tile at a time from one file to the other, so a model that does not fit into memory is converted all the same.
+"""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from nvflare_lazy.cli.options import section_option, size
+from nvflare_lazy.cli.progress import progress
+from nvflare_lazy.cli.wording import count, printable
+
+# Torch's names of what can be asked for; torch itself is not loaded to say no.
+_DTYPES = {
+    "f64": "float64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f8_e4m3": "float8_e4m3fn",
+    "f8_e5m2": "float8_e5m2",
+}
+
+
+@click.command()
+@click.argument("source", metavar="IN", type=click.Path())
+@click.argument("target", metavar="OUT", type=click.Path())
+@section_option
+@click.option(
+    "--dtype",
+    type=click.Choice(list(_DTYPES), case_sensitive=False),
+    help="Cast floating-point tensors; integers and booleans stay what they are.",
+)
+@click.option("--max-shard-size", metavar="SIZE", callback=size, help="Split what is larger, for example than 5GiB.")
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+def convert(
+    source: str, target: str, section: str | None, dtype: str | None, max_shard_size: int | None, force: bool
+) -> None:
+    """Write a checkpoint as safetensors.
+
+    IN is of any kind: a safetensors file, the index or the directory of a sharded one, or a PyTorch checkpoint. OUT
+    is a file, NAME.safetensors, or a directory, which gets a model.safetensors.
+
+    Memory stays at a few megabytes whatever the size. OUT appears when all of it is on the disk, or not at all.
+    """
+    if os.path.isdir(target):
+        target = os.path.join(target, "model.safetensors")
+    elif not target.endswith(".safetensors"):
+        raise click.UsageError(f"OUT is a directory or ends in .safetensors, which {target!r} does not.")
+    _check_free(target, force)
+
+    import torch
+
+    import nvflare_lazy
+    from nvflare_lazy.formats.tensor_content import meta_of
+    from nvflare_lazy.tensors.sizes import format_size
+
+    tensors = nvflare_lazy.open(source, section=section)
+    to_dtype = getattr(torch, _DTYPES[dtype]) if dtype else None
+    nbytes = sum(meta_of(name, entry, dtype=to_dtype).nbytes for name, entry in tensors.entries.items())
+    with progress("Converting", nbytes) as done:
+        saved = nvflare_lazy.save(tensors, target, max_shard_size=max_shard_size, dtype=to_dtype, progress=done)
+    click.echo(f"{printable(str(saved))}: {count(len(tensors), 'tensor')}, {format_size(nbytes)}")
+    if tensors.extras:
+        left_out = ", ".join(printable(name) for name in tensors.extras)
+        click.echo(f"Left out, being no tensors: {left_out}", err=True)
+
+
+def _check_free(target: str, force: bool) -> None:
+    from nvflare_lazy.formats.shard_names import index_of
+
+    for path in (target, index_of(target)):
+        if os.path.lexists(path) and not force:
+            raise click.ClickException(f"{printable(path)} exists; --force replaces it")
