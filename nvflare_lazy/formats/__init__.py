@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes on disk to lazy tensors and back: safetensors, whole and sharded, and every kind of PyTorch checkpoint.
+
+Works without NVFlare. What the transport receives, the aggregation writes and the command line shows goes through here.
+"""
+
+from nvflare_lazy.formats.lazy_data import LazyDataSource, LegacyMultiStorageSource, ZipSource, open_pytorch
+from nvflare_lazy.formats.opening import open
+from nvflare_lazy.formats.safetensors_header import SafetensorsHeader, TensorSpan, parse_message, read_header
+from nvflare_lazy.formats.safetensors_layout import StateDictMeta, TensorMeta
+from nvflare_lazy.formats.safetensors_reader import open_safetensors
+from nvflare_lazy.formats.stream_saver import collect_state_dict_meta, save, save_safetensors_streaming
+from nvflare_lazy.formats.streaming_writer import StreamingWriter
+from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+
+__all__ = [
+    "LazyDataSource",
+    "LazyTensorDict",
+    "LegacyMultiStorageSource",
+    "SafetensorsHeader",
+    "StateDictMeta",
+    "StreamingWriter",
+    "TensorMeta",
+    "TensorSpan",
+    "ZipSource",
+    "collect_state_dict_meta",
+    "open",
+    "open_pytorch",
+    "open_safetensors",
+    "parse_message",
+    "read_header",
+    "save",
+    "save_safetensors_streaming",
+]
+
+LazyTensorDict.open_files_with(lambda path: open(path).entries)

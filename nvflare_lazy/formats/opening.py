@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`open(path)`: any checkpoint as lazy tensors, by what is in it and not by what it is called.
+
+Where the walk of a round begins, with an initial model, and what its last one is looked at with.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from nvflare_lazy.errors import SectionError, UnknownFormatError
+from nvflare_lazy.formats.checkpoint_directory import open_directory
+from nvflare_lazy.formats.foreign_kinds import describe_foreign, is_npz
+from nvflare_lazy.formats.lazy_data import open_pytorch, sniff_pytorch
+from nvflare_lazy.formats.safetensors_header import MAX_HEADER_BYTES, PREFIX_BYTES, read_header
+from nvflare_lazy.formats.safetensors_reader import entries_of
+from nvflare_lazy.formats.shard_index import WEIGHT_MAP, open_index
+from nvflare_lazy.formats.shard_names import INDEX_SUFFIX, index_of
+from nvflare_lazy.tensors.byte_source import OpenFile
+from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+
+# Far enough into an index to come across its weight map, behind whatever metadata it has.
+_HEAD_BYTES = 64 << 10
+
+
+def open(path: str | os.PathLike[str], *, section: str | None = None) -> LazyTensorDict:
+    """Open a checkpoint without reading its tensors.
+
+    Args:
+        path: A safetensors file, a PyTorch checkpoint of any age (zip, legacy, tar), the index of a sharded
+            checkpoint, or a directory with an index or with safetensors files.
+        section: The part of a nested PyTorch checkpoint to open, for example "model".
+
+    Raises:
+        UnknownFormatError: It is none of these; the message says what it looks like and what to do.
+        FormatError: It is one of these and breaks its rules.
+
+    Example:
+        >>> tensors = nvflare_lazy.open("model.safetensors")
+        >>> tensors["head.weight"][7].sum()  # reads one row
+    """
+    path = os.fspath(path)
+    if not os.path.exists(path) and os.path.exists(index_of(path)):
+        path = index_of(path)
+    if not os.path.isdir(path):
+        return _open_file(path, section, is_shard=False)
+    _refuse_section(path, section)
+    return open_directory(path, lambda name: _open_file(name, None, is_shard=False))
+
+
+def _open_file(path: str, section: str | None, *, is_shard: bool) -> LazyTensorDict:
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        # Opening a pipe would wait for somebody to write to it.
+        raise UnknownFormatError(f"{path} is no regular file: a checkpoint is read at random, so copy it to one first")
+    file = OpenFile(path)
+    head = bytearray(min(_HEAD_BYTES, file.size))
+    file.read_into(memoryview(head), 0)
+    if _is_safetensors(head):
+        _refuse_section(path, section)
+        header = read_header(file)
+        return LazyTensorDict.from_entries(entries_of(file, header), metadata=header.metadata)
+    if sniff_pytorch(bytes(head[:512]), file) is not None and not is_npz(head):
+        return open_pytorch(path, file, section)
+    if not is_shard and _is_index(head, path):
+        _refuse_section(path, section)
+        return open_index(file, lambda name: _open_file(name, None, is_shard=True))
+    raise UnknownFormatError(f"{path} is no checkpoint. It is {describe_foreign(bytes(head[:512]), file.size)}")
+
+
+def _is_safetensors(head: bytearray) -> bool:
+    """Whether a file means to be one; if it is one that is damaged, the reader knows better what to say."""
+    length = int.from_bytes(head[:PREFIX_BYTES], "little")
+    text = bytes(head[PREFIX_BYTES : PREFIX_BYTES + 1])
+    if 0 < length <= MAX_HEADER_BYTES and len(head) >= PREFIX_BYTES:
+        return text in b"{ \t\r\n"
+    return text == b"{" and 0 in head[:PREFIX_BYTES]
+
+
+def _is_index(head: bytearray, path: str) -> bool:
+    return head.lstrip()[:1] == b"{" and (f'"{WEIGHT_MAP}"'.encode() in head or path.endswith(INDEX_SUFFIX))
+
+
+def _refuse_section(path: str, section: str | None) -> None:
+    if section is not None:
+        raise SectionError(f"{path} has no sections, so none that is called {section!r}: only PyTorch checkpoints do")
