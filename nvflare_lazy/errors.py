@@ -30,11 +30,31 @@
     ├── TransferError (RuntimeError)                 tensors did not get from one process to another
     │   ├── TransferAbortedError                     the job, or somebody in it, called it off
     │   ├── PeerLostError (ConnectionError)          the peer is gone, stalls, or has dropped the tensors
+    │   │   └── SegmentsBlockedError                 something between lets NVFlare's messages pass, but not ours
     │   └── ProtocolError (ValueError)               what the peer sent breaks the rules of the transfer
     │       ├── BadManifestError                     its list of tensors cannot be true
     │       ├── BadItemError                         an item is truncated, corrupt or lies about itself
     │       ├── DuplicateItemError                   an item came twice
     │       └── MissingItemError                     an item that was promised never came
+    ├── JobError (RuntimeError)                      a federated job cannot go on as configured
+    │   ├── InitialModelError                        there is no model to begin with
+    │   ├── JobCheckpointError                       the checkpoint of a job cannot be written or gone on from
+    │   ├── UnfitResultError (ValueError)            a client's result does not fit the global model
+    │   └── TooFewResultsError                       fewer usable results in a round than the job asks for
+    ├── AggregationError                             contributions could not become one model; there is no result
+    │   ├── NothingToAggregateError (ValueError)     no contributor, or no tensor, is left
+    │   ├── TooFewContributorsError (ValueError)     fewer than the rule needs to keep its promise
+    │   ├── WeightError (ValueError)                 a weight that is negative, not finite or not given
+    │   │   └── ZeroWeightError                      all weights are zero
+    │   ├── DisagreementError (ValueError)           a contribution does not fit to the others
+    │   │   ├── KeyDisagreementError                 a tensor too few, or one too many
+    │   │   ├── ShapeDisagreementError               a tensor of another shape
+    │   │   └── DtypeDisagreementError               a tensor of another dtype
+    │   ├── NonFiniteError (ValueError)              NaN or infinity in a contribution
+    │   ├── UncomputableTensorError (TypeError)      a dtype that the rule cannot compute with
+    │   ├── MemoryBudgetError (ValueError)           a budget too small for even the smallest tiles
+    │   ├── AggregationCancelledError                the caller called it off
+    │   └── OptimizerStateError                      a server optimizer's state does not belong to the model
     └── FormatError (ValueError)                     a file is not what it claims to be
         ├── UnknownFormatError                       none of the kinds of file that can be opened
         ├── CheckpointError                          a PyTorch checkpoint that cannot be opened
@@ -114,6 +134,62 @@ class UnsupportedDtypeError(LazyTensorError, TypeError):
 
 class UnsupportedTensorError(LazyTensorError, TypeError):
     """A tensor of a checkpoint has no dense elements that could be read: it is sparse, quantized or meta."""
+
+
+class AggregationError(NVFlareLazyError):
+    """Contributions could not be aggregated; nothing of the result was left behind."""
+
+
+class NothingToAggregateError(AggregationError, ValueError):
+    """There is no contributor, or no tensor, or none is left."""
+
+
+class TooFewContributorsError(AggregationError, ValueError):
+    """Fewer contributors than the rule needs to keep its promise."""
+
+
+class WeightError(AggregationError, ValueError):
+    """A weight that is negative, not finite, or missing."""
+
+
+class ZeroWeightError(WeightError):
+    """All weights are zero: a mean of that does not exist."""
+
+
+class DisagreementError(AggregationError, ValueError):
+    """A contribution does not fit to the others, or to the global model."""
+
+
+class KeyDisagreementError(DisagreementError):
+    """A contribution lacks a tensor, or has one that it should not have."""
+
+
+class ShapeDisagreementError(DisagreementError):
+    """A tensor has another shape than the others have under its name."""
+
+
+class DtypeDisagreementError(DisagreementError):
+    """A tensor has another dtype than the others have under its name."""
+
+
+class NonFiniteError(AggregationError, ValueError):
+    """A contribution contains NaN or infinity."""
+
+
+class UncomputableTensorError(AggregationError, TypeError):
+    """A tensor of a dtype that the aggregation rule cannot compute with."""
+
+
+class MemoryBudgetError(AggregationError, ValueError):
+    """The memory budget is too small for even the smallest tiles."""
+
+
+class AggregationCancelledError(AggregationError):
+    """The caller called the aggregation off."""
+
+
+class OptimizerStateError(AggregationError):
+    """The state of a server optimizer on the disk does not belong to the model it should update."""
 
 
 class FormatError(NVFlareLazyError, ValueError):
@@ -368,6 +444,10 @@ class PeerLostError(TransferError, ConnectionError):
     """The peer does not answer any more, or no longer has the tensors it offered."""
 
 
+class SegmentsBlockedError(PeerLostError):
+    """The peer offers segments, but requests for them do not reach it; whole tensors are fetched instead."""
+
+
 class ProtocolError(TransferError, ValueError):
     """What the peer sent breaks the rules of the transfer; nothing of it is used."""
 
@@ -386,3 +466,23 @@ class DuplicateItemError(ProtocolError):
 
 class MissingItemError(ProtocolError):
     """An item that the payload refers to never came."""
+
+
+class JobError(NVFlareLazyError, RuntimeError):
+    """A federated job cannot go on as it is configured."""
+
+
+class InitialModelError(JobError):
+    """The model a job begins with cannot be opened, made or found."""
+
+
+class JobCheckpointError(JobError):
+    """A job's checkpoint cannot be written, or is not one the job can go on from."""
+
+
+class UnfitResultError(JobError, ValueError):
+    """A client's result has other tensors, shapes or types than the global model."""
+
+
+class TooFewResultsError(JobError):
+    """A round ended with fewer usable results than the job asks for."""
