@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NumPy arrays over NVFlare's download service, with the names and calls of NVFlare's own `np_downloader`.
+
+What jobs with NumPy exchange, NVFlare's default, get; the counterpart of `tensor_downloader`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nvflare_lazy.errors import NVFlareLazyError
+from nvflare_lazy.scratch import current_job_scratch
+from nvflare_lazy.tensors.lazy_array import LazyArray
+from nvflare_lazy.transport.consumers import receive
+from nvflare_lazy.transport.disk_consumer import DiskConsumer
+from nvflare_lazy.transport.downloadable import PayloadDownloadable
+from nvflare_lazy.transport.families import NUMPY
+from nvflare_lazy.transport.fetching import Link
+from nvflare_lazy.transport.memory_consumer import MemoryConsumer
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping
+
+    import numpy as np
+
+    from nvflare_lazy.scratch import DownloadScratch
+    from nvflare_lazy.transport.shards import Folder
+
+_TWO_MB = 2 * 1024 * 1024
+
+
+class ArrayDownloadable(PayloadDownloadable):
+    """Arrays, lazy or not, to be downloaded by any number of receivers.
+
+    Args:
+        arrays: The arrays by name.
+        max_chunk_size: Arrays that together stay below this go in one message to a receiver without this package.
+        cell: The cell to answer requests for segments on; without it, none are offered.
+    """
+
+    def __init__(self, arrays: Mapping[str, np.ndarray[Any, Any]], max_chunk_size: int, cell: Any = None) -> None:
+        super().__init__(arrays, max_chunk_size, NUMPY, cell)
+
+
+class ArrayConsumer(MemoryConsumer):
+    """Receives arrays into memory.
+
+    Args:
+        arrays_received_cb: Called with arrays as they are complete; see `MemoryConsumer`.
+        cb_kwargs: Further arguments for it.
+    """
+
+    def __init__(
+        self,
+        arrays_received_cb: Callable[..., Any] | None = None,
+        cb_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(NUMPY, arrays_received_cb, cb_kwargs)
+
+
+class DiskArrayConsumer(DiskConsumer):
+    """Receives arrays into files.
+
+    Args:
+        temp_dir: A directory that the caller made, or a leased directory of the job's scratch.
+    """
+
+    def __init__(self, temp_dir: str | os.PathLike[str] | Folder) -> None:
+        super().__init__(NUMPY, temp_dir)
+
+    def arrays(self) -> dict[str, LazyArray]:
+        """Return what was received; the arrays keep the directory alive."""
+        received = self.sources()
+        ranges = (source.file_range() for _, source in received.values())
+        for file in {found[0] for found in ranges if found is not None}:
+            file.hold(self.lease())
+        return {name: LazyArray(source, placed.dtype, placed.shape) for name, (placed, source) in received.items()}
+
+
+def add_arrays(downloader: Any, arrays: Mapping[str, np.ndarray[Any, Any]], max_chunk_size: int = _TWO_MB) -> str:
+    """Add arrays to what an `ObjectDownloader` offers; see `tensor_downloader.add_tensors`."""
+    reference: str = downloader.add_object(ArrayDownloadable(arrays, max_chunk_size, cell=downloader.cell))
+    return reference
+
+
+def download_arrays(
+    from_fqcn: str,
+    ref_id: str,
+    per_request_timeout: float,
+    cell: Any,
+    secure: bool = False,
+    optional: bool = False,
+    abort_signal: Any = None,
+    arrays_received_cb: Callable[..., Any] | None = None,
+    progress_cb: Callable[..., None] | None = None,
+    **cb_kwargs: Any,
+) -> tuple[str | None, dict[str, np.ndarray[Any, Any]] | None]:
+    """Download arrays into memory; see `tensor_downloader.download_tensors`."""
+    link = Link(cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
+    try:
+        return None, receive(ArrayConsumer(arrays_received_cb, cb_kwargs), link, progress_cb)
+    except NVFlareLazyError as error:
+        return str(error), None
+
+
+def download_arrays_to_disk(
+    from_fqcn: str,
+    ref_id: str,
+    per_request_timeout: float,
+    cell: Any,
+    secure: bool = False,
+    optional: bool = False,
+    abort_signal: Any = None,
+    progress_cb: Callable[..., None] | None = None,
+) -> tuple[str | None, dict[str, LazyArray] | None]:
+    """Download arrays into the job's scratch; see `tensor_downloader.download_tensors_to_disk`."""
+    link = Link(cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
+    try:
+        return None, receive_to_disk(link, current_job_scratch().download(label=from_fqcn), progress_cb)
+    except NVFlareLazyError as error:
+        return str(error), None
+
+
+def receive_to_disk(
+    link: Link,
+    place: DownloadScratch | Folder | str,
+    progress_cb: Callable[..., None] | None = None,
+) -> dict[str, LazyArray]:
+    """Download arrays into a directory that nothing is left of if it fails.
+
+    Raises:
+        NVFlareLazyError: The error that says why it failed.
+    """
+    consumer = DiskArrayConsumer(place)
+    receive(consumer, link, progress_cb)
+    consumer.release()
+    return consumer.arrays()
+
+
+__all__ = [
+    "ArrayConsumer",
+    "ArrayDownloadable",
+    "DiskArrayConsumer",
+    "add_arrays",
+    "download_arrays",
+    "download_arrays_to_disk",
+    "receive_to_disk",
+]

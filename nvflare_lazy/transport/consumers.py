@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The receiver's end of NVFlare's own download protocol: takes an offer of segments if there is one, items if not.
+
+NVFlare's `download_object` does the talking: first contact, retries, the confirmation that all has come, and telling
+the sender when nothing more is wanted. What is between the first reply and the last is done here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import abstractmethod
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from nvflare.apis.signal import Signal
+from nvflare.fuel.f3.streaming.download_service import Consumer, download_object
+
+from nvflare_lazy.errors import (
+    BadManifestError,
+    NVFlareLazyError,
+    PeerLostError,
+    ProtocolError,
+    SegmentsBlockedError,
+    TransferAbortedError,
+    TransferError,
+)
+from nvflare_lazy.transport import manifest as manifests
+from nvflare_lazy.transport import nvflare_private, wire
+from nvflare_lazy.transport.fetching import Fetch, Link
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nvflare_lazy.transport.families import Family
+    from nvflare_lazy.transport.manifest import Manifest
+    from nvflare_lazy.transport.sinks import Sink
+
+logger = logging.getLogger(__name__)
+
+# A peer that has just answered through NVFlare answers a request for a segment at once, if it gets there.
+_FIRST_NEWS_SECONDS = 15.0
+_PROGRESS_SECONDS = 5.0
+
+
+class PayloadConsumer(Consumer):
+    """Receives one payload; what becomes of it is up to the subclass.
+
+    Attributes:
+        family: What kind of values are received.
+        error: Why it failed, as text; None as long as it has not.
+        failure: Why it failed, as an exception.
+        result: What has been received.
+    """
+
+    # The state of an offer that was taken is not the state that was offered.
+    supports_pipelining = False
+
+    def __init__(self, family: Family) -> None:
+        super().__init__()
+        self.family = family
+        self.error: str | None = None
+        self.failure: BaseException | None = None
+        self.result: Any = None
+        self._link: Link | None = None
+        self._peer = "the sender"
+        self._progress: ProgressRelay | None = None
+        self._cancel = _LinkedSignal()
+
+    # ---- what a subclass does ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def consume_items(self, items: list[Any], result: Any) -> Any:
+        """Take whole tensors in NVFlare's form and return the updated result."""
+
+    @abstractmethod
+    def open_sink(self, manifest: Manifest) -> Sink:
+        """Return what takes the bytes of these tensors."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Complete the result: everything has come."""
+
+    def discard(self) -> None:
+        """Give up what has come so far: the rest will not."""
+
+    # ---- what NVFlare calls ------------------------------------------------------------------------------------
+
+    def attach(self, link: Link, progress: ProgressRelay | None = None) -> Link:
+        """Say where the payload is, so that an offer of segments can be taken."""
+        self._cancel = _LinkedSignal(parent=link.abort)
+        self._link = replace(link, abort=self._cancel)
+        self._peer = link.from_fqcn
+        self._progress = progress
+        return self._link
+
+    def cancel(self, reason: str) -> None:
+        """Call the download off, from any thread."""
+        self._cancel.trigger(reason)
+
+    def consume(self, ref_id: str, state: dict[str, Any], data: Any) -> dict[str, Any]:
+        """Take one reply of the sender; see `Consumer`."""
+        try:
+            return self._consume(state, data)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _consume(self, state: dict[str, Any], data: Any) -> dict[str, Any]:
+        if not isinstance(data, list):
+            raise ProtocolError(f"{self._peer} sent {type(data).__name__} where a list of items was due")
+        offer = wire.Offer.from_state(state.get(wire.KEY)) if self._link is not None else None
+        if offer is not None and not data:
+            try:
+                self._take_segments(offer)
+            except SegmentsBlockedError as error:
+                logger.warning("%s; going on with whole tensors", error)
+                self._link = None
+                return {nvflare_private.START: 0, nvflare_private.COUNT: 0}
+            return {nvflare_private.START: offer.items, nvflare_private.COUNT: 0}
+        self.result = self.consume_items(data, self.result)
+        return state
+
+    def _take_segments(self, offer: wire.Offer) -> None:
+        link = self._link
+        assert link is not None
+        if offer.items > manifests.MOST_ITEMS or offer.manifest_nbytes > manifests.MOST_BYTES:
+            raise BadManifestError(
+                f"{link.from_fqcn} offers {offer.items} tensors in a list of {offer.manifest_nbytes} bytes; "
+                f"at most {manifests.MOST_ITEMS} in {manifests.MOST_BYTES} are taken"
+            )
+        listed = memoryview(bytearray(offer.manifest_nbytes))
+
+        def write(offset: int, data: memoryview) -> None:
+            listed[offset : offset + len(data)] = data
+
+        Fetch(link, wire.MANIFEST, offer.manifest_nbytes, write, first_news=_FIRST_NEWS_SECONDS).run()
+        manifest = manifests.decode(listed, self.family, link.from_fqcn)
+        if len(manifest.items) != offer.items or manifest.nbytes != offer.nbytes:
+            raise BadManifestError(
+                f"{link.from_fqcn} offers {offer.items} tensors of {offer.nbytes} bytes, but lists "
+                f"{len(manifest.items)} of {manifest.nbytes}"
+            )
+        sink = self.open_sink(manifest)
+        progress = None if self._progress is None else self._progress.segments_came
+        Fetch(link, wire.DATA, manifest.nbytes, sink.write, progress=progress).run()
+
+    def download_completed(self, ref_id: str) -> None:
+        """Complete the result."""
+        try:
+            self.finish()
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def download_failed(self, ref_id: str, reason: str) -> None:
+        """Give up what has come."""
+        error = self.failure
+        if error is None:
+            kind = TransferAbortedError if self._cancel.triggered else PeerLostError
+            error = kind(f"the download from {self._peer} failed: {reason}")
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error
+        self.error = str(error) or type(error).__name__
+        self.result = None
+        self.discard()
+
+
+def receive(consumer: PayloadConsumer, link: Link, progress_cb: Callable[..., None] | None = None) -> Any:
+    """Download what the link points to.
+
+    Returns:
+        The consumer's result.
+
+    Raises:
+        TransferError: Or another error of this package, if it fails; nothing is left of it then.
+    """
+    relay = None if progress_cb is None else ProgressRelay(progress_cb)
+    try:
+        with nvflare_private.source_signal(link.cell, link.from_fqcn, link.ref_id, link.abort) as signal:
+            attached = consumer.attach(replace(link, abort=signal), relay)
+            download_object(
+                from_fqcn=link.from_fqcn,
+                ref_id=link.ref_id,
+                consumer=consumer,
+                per_request_timeout=link.timeout,
+                cell=link.cell,
+                secure=link.secure,
+                optional=link.optional,
+                abort_signal=attached.abort,
+                progress_cb=relay,
+            )
+    except Exception as error:
+        if consumer.failure is None:
+            consumer.failure = error
+    failure = consumer.failure
+    if failure is None:
+        return consumer.result
+    consumer.discard()
+    consumer.result = None
+    if isinstance(failure, NVFlareLazyError):
+        raise failure
+    raise TransferError(f"the download from {link.from_fqcn} failed: {failure}") from failure
+
+
+class ProgressRelay:
+    """Tells whoever watches a download of its progress, in one sequence for both ways of receiving.
+
+    Args:
+        callback: NVFlare's progress callback.
+    """
+
+    def __init__(self, callback: Callable[..., None]) -> None:
+        self._callback = callback
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._segment_bytes = 0
+        self._told = 0.0
+        self._ref_id: Any = None
+
+    def __call__(self, **event: Any) -> None:
+        """Pass an event of `download_object` on."""
+        self._ref_id = event.get("ref_id")
+        self._tell({**event, "bytes_done": event.get("bytes_done", 0) + self._segment_bytes})
+
+    def segments_came(self, nbytes: int) -> None:
+        """Count bytes that came in segments."""
+        now = time.time()
+        if nbytes > self._segment_bytes and now - self._told >= _PROGRESS_SECONDS:
+            self._segment_bytes = nbytes
+            event = {"ref_id": self._ref_id, "bytes_done": nbytes, "items_done": None, "state": "active"}
+            self._tell({**event, "timestamp": now})
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            self._sequence += 1
+            self._told = time.time()
+            try:
+                self._callback(**{**event, "sequence": self._sequence})
+            except Exception as error:
+                logger.warning("a progress callback failed: %s", error)
+
+
+class _LinkedSignal(Signal):
+    """A signal that also knows why its parent was triggered."""
+
+    @property
+    def value(self) -> Any:
+        own = super().value
+        return own if own is not None or self._parent is None else self._parent.value

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What NVFlare's serializer calls for each tensor and array in a message, on the way out and on the way in.
+
+Both share one way of doing it: a message holds a small placeholder for each tensor, and one datum for each payload
+that says where it is to be downloaded from. The first payload's placeholders are as NVFlare writes them, so that a
+stock peer can read them; those of further payloads name theirs, and a stock peer refuses them instead of taking a
+tensor of the same number from the wrong payload.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import uuid
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from nvflare.apis.fl_constant import ConfigVarName
+from nvflare.fuel.f3.cellnet.fqcn import FQCN
+from nvflare.fuel.utils import app_config_utils
+from nvflare.fuel.utils.fobs import FOBSContextKey, dots
+from nvflare.fuel.utils.fobs.datum import Datum, DatumType
+from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
+
+from nvflare_lazy.errors import MissingItemError, NVFlareLazyError, ProtocolError
+from nvflare_lazy.scratch import JobScratch
+from nvflare_lazy.tensors.lazy_array import LazyArray
+from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+from nvflare_lazy.transport import array_downloader, nvflare_private, offload, tensor_downloader
+from nvflare_lazy.transport.array_downloader import ArrayConsumer, ArrayDownloadable
+from nvflare_lazy.transport.consumers import receive
+from nvflare_lazy.transport.failed import FailedBatch
+from nvflare_lazy.transport.families import NUMPY, TORCH, Family
+from nvflare_lazy.transport.fetching import Link
+from nvflare_lazy.transport.tensor_downloader import TensorConsumer, TensorDownloadable
+from nvflare_lazy.transport.via_downloader import LazyDownloadRef, note_download_initiated
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from nvflare.fuel.utils.fobs.datum import DatumManager
+
+    from nvflare_lazy.transport.downloadable import PayloadDownloadable
+
+_TWO_MB = 2 * 1024 * 1024
+# Keys of a placeholder that stock peers do not look at.
+_DTYPE = "dtype"
+_SHAPE = "shape"
+
+
+class LazyDecomposer(ViaDownloaderDecomposer):
+    """Sends values of one family by reference, and receives them into memory or scratch.
+
+    Args:
+        family: What kind of values.
+        dot: NVFlare's number for the datum that says where they are.
+        config_prefix: What NVFlare's configuration variables for this kind begin with.
+    """
+
+    def __init__(self, family: Family, dot: int, config_prefix: str) -> None:
+        super().__init__(_TWO_MB, config_prefix)
+        self.family = family
+        self._dot = dot
+
+    def get_download_dot(self) -> int:
+        """Return NVFlare's number for the datum."""
+        return self._dot
+
+    # ---- what differs between tensors and arrays ---------------------------------------------------------------
+
+    @abstractmethod
+    def receive_into_memory(self, link: Link, progress_cb: Callable[..., None] | None) -> Mapping[str, Any]:
+        """Download ordinary values."""
+
+    @abstractmethod
+    def receive_to_disk(
+        self, link: Link, scratch: JobScratch, progress_cb: Callable[..., None] | None
+    ) -> Mapping[str, Any]:
+        """Download lazy values."""
+
+    # ---- sending -----------------------------------------------------------------------------------------------
+
+    def decompose(self, target: Any, manager: DatumManager = None) -> dict[str, Any]:
+        """Encode a value, or a reference that is sent on."""
+        if isinstance(target, nvflare_private.stock_via_downloader.LazyDownloadRef):
+            outgoing = self._outgoing(manager)
+            placeholder = outgoing.placeholder(target.ref_id, target.fqcn, target.item_id)
+            return {**placeholder, **self._describe_ref(target)}
+        if not manager.fobs_ctx.get(FOBSContextKey.CELL):
+            manager.fobs_ctx["native"] = True
+        if manager.fobs_ctx.get("native", False) or self._configured_chunk_size() <= 0:
+            native = self.native_decompose(target, manager)
+            return {nvflare_private.ENC_TYPE: nvflare_private.ENC_NATIVE, nvflare_private.ENC_DATA: native}
+        dtype, shape = self.family.describe(target)
+        outgoing = self._outgoing(manager)
+        context = self._new_items(manager)
+        item_id, _, _ = context.add_item(target)
+        placeholder = outgoing.placeholder(context.ref_id, None, item_id)
+        return {**placeholder, _DTYPE: self.family.encode_dtype(dtype), _SHAPE: list(shape)}
+
+    def _describe_ref(self, ref: Any) -> dict[str, Any]:
+        dtype = getattr(ref, "dtype", None)
+        if dtype is None or ref.shape is None:
+            return {}
+        return {_DTYPE: self.family.encode_dtype(dtype), _SHAPE: list(ref.shape)}
+
+    def _configured_chunk_size(self) -> int:
+        size: int = app_config_utils.get_int_var(
+            self._config_var_name(ConfigVarName.DOWNLOAD_CHUNK_SIZE), self.max_chunk_size
+        )
+        return size
+
+    def _outgoing(self, manager: DatumManager) -> _Outgoing:
+        key = f"{self.prefix}_outgoing"
+        outgoing: _Outgoing | None = manager.fobs_ctx.get(key)
+        if outgoing is None:
+            manager.fobs_ctx[key] = outgoing = _Outgoing()
+            manager.register_post_cb(self._add_data)
+        return outgoing
+
+    def _new_items(self, manager: DatumManager) -> Any:
+        context = manager.fobs_ctx.get(self.decompose_ctx_key)
+        if context is None:
+            manager.fobs_ctx[self.decompose_ctx_key] = context = nvflare_private.new_items_context()
+            context.ref_id = str(uuid.uuid4())
+        return context
+
+    def _add_data(self, manager: DatumManager) -> None:
+        """Add a datum for each payload in the message, the first one last: stock peers go by the last."""
+        if manager.get_error():
+            return
+        outgoing = self._outgoing(manager)
+        context = manager.fobs_ctx.get(self.decompose_ctx_key)
+        own = None if context is None else context.ref_id
+        for ref_id, fqcn in reversed(list(outgoing.payloads.items())):
+            if ref_id == own:
+                fqcn = self._prepare_download(manager, ref_id)
+            where = {nvflare_private.DATUM_FQCN: fqcn, nvflare_private.DATUM_REF_ID: ref_id}
+            manager.add_datum(Datum(datum_type=DatumType.TEXT, value=json.dumps(where), dot=self._dot))
+
+    def _prepare_download(self, manager: DatumManager, ref_id: str) -> str:
+        """Hand the values to NVFlare, which opens the transaction when the whole message is encoded."""
+        fobs_ctx = manager.fobs_ctx
+        if not fobs_ctx.get(nvflare_private.CTX_FINAL_CB_REGISTERED):
+            manager.register_post_cb(self._finalize_download_tx)
+            fobs_ctx[nvflare_private.CTX_FINAL_CB_REGISTERED] = True
+        objects = fobs_ctx.setdefault(nvflare_private.CTX_OBJECTS, [])
+        objects.append((ref_id, self._create_downloadable(fobs_ctx)))
+        fqcn: str = fobs_ctx[FOBSContextKey.CELL].get_fqcn()
+        return fqcn
+
+    def _finalize_download_tx(self, mgr: DatumManager) -> None:
+        super()._finalize_download_tx(mgr)
+        note_download_initiated()
+
+    # ---- receiving ---------------------------------------------------------------------------------------------
+
+    def process_datum(self, datum: Datum, manager: DatumManager) -> None:
+        """Download the payload that a datum points to, or keep the reference at a forwarding hop."""
+        fobs_ctx = manager.fobs_ctx
+        try:
+            where = _where(datum)
+            if fobs_ctx.get(FOBSContextKey.PASS_THROUGH):
+                batch: Any = _RemoteBatch(*where)
+            else:
+                batch = self._download_from_remote_cell(
+                    fobs_ctx,
+                    {nvflare_private.DATUM_FQCN: where[0], nvflare_private.DATUM_REF_ID: where[1]},
+                )
+        except Exception as error:
+            if not _must_decode(fobs_ctx):
+                raise
+            self.logger.error(f"tensors could not be received, and what they belong to will be left out: {error}")
+            where, batch = ("", _ref_id_of(datum)), FailedBatch(error)
+        batches = fobs_ctx.get(self.items_key)
+        if not isinstance(batches, _Batches):
+            fobs_ctx[self.items_key] = batches = _Batches()
+        batches.add(where[1], batch)
+
+    def recompose(self, data: Any, manager: DatumManager = None) -> Any:
+        """Decode a placeholder into a value, a lazy value, or a reference."""
+        try:
+            return self._recompose(data, manager)
+        except Exception as error:
+            if not _must_decode(manager.fobs_ctx):
+                raise
+            self.logger.error(f"a tensor could not be decoded, and what it belongs to will be left out: {error}")
+            return FailedBatch(error).value(self.family)
+
+    def _recompose(self, data: Any, manager: DatumManager) -> Any:
+        if not isinstance(data, dict):
+            raise ProtocolError(f"a {type(data).__name__} stands where the placeholder of a tensor was due")
+        kind, content = data.get(nvflare_private.ENC_TYPE), data.get(nvflare_private.ENC_DATA)
+        if kind == nvflare_private.ENC_NATIVE:
+            return self.native_recompose(content, manager)
+        if kind != nvflare_private.ENC_REF or not isinstance(content, str):
+            raise ProtocolError(f"a placeholder of the unknown kind {str(kind)[:80]!r}")
+        batches = manager.fobs_ctx.get(self.items_key)
+        batch = batches.find(content) if isinstance(batches, _Batches) else None
+        item_id = content.partition(_SEPARATOR)[0]
+        if batch is None:
+            raise MissingItemError(f"{content} belongs to a payload that is not there")
+        if isinstance(batch, _RemoteBatch):
+            cell = manager.fobs_ctx.get(FOBSContextKey.CELL)
+            described = self._described(data)
+            return LazyDownloadRef.of(batch.fqcn, batch.ref_id, item_id, self._dot, self.family, described, cell)
+        if isinstance(batch, FailedBatch):
+            return batch.value(self.family, *self._described(data))
+        if item_id not in batch:
+            raise MissingItemError(f"the tensor {item_id} was promised, and did not come with the others")
+        return batch[item_id]
+
+    def _described(self, data: dict[str, Any]) -> tuple[Any, tuple[int, ...] | None]:
+        """Return what a placeholder says about its tensor, if that makes sense."""
+        shape, encoded = data.get(_SHAPE), data.get(_DTYPE)
+        if isinstance(encoded, list):
+            encoded = _as_tuples(encoded)
+        dtype = None if encoded is None else self.family.decode_dtype(encoded)
+        if dtype is None or not isinstance(shape, list) or len(shape) > 64:
+            return None, None
+        if not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
+            return None, None
+        return dtype, tuple(shape)
+
+    def _get_download_kwargs(self, fobs_ctx: dict[str, Any]) -> dict[str, Any]:
+        return {"fobs_ctx": fobs_ctx}
+
+    def download(
+        self,
+        from_fqcn: str,
+        ref_id: str,
+        per_request_timeout: float,
+        cell: Any,
+        secure: bool = False,
+        optional: bool = False,
+        abort_signal: Any = None,
+        progress_cb: Callable[..., None] | None = None,
+        fobs_ctx: dict[str, Any] | None = None,
+    ) -> tuple[str | None, Mapping[str, Any]]:
+        """Download a payload; raises the error that says why if that fails."""
+        link = Link(cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
+        scratch = offload.destination(fobs_ctx)
+        if scratch is None:
+            return None, self.receive_into_memory(link, progress_cb)
+        return None, self.receive_to_disk(link, scratch, progress_cb)
+
+
+class LazyTensorDecomposer(LazyDecomposer):
+    """`torch.Tensor`, in the place of NVFlare's `TensorDecomposer`."""
+
+    def __init__(self) -> None:
+        super().__init__(TORCH, dots.TENSOR_DOWNLOAD, "tensor_")
+
+    def supported_type(self) -> type:
+        """Return the type that is sent."""
+        return torch.Tensor
+
+    def to_downloadable(
+        self, items: dict[str, Any], max_chunk_size: int, fobs_ctx: dict[str, Any]
+    ) -> PayloadDownloadable:
+        """Return what serves the tensors of a message."""
+        return TensorDownloadable(items, max_chunk_size, fobs_ctx.get(FOBSContextKey.CELL))
+
+    def receive_into_memory(self, link: Link, progress_cb: Callable[..., None] | None) -> Mapping[str, Any]:
+        """Download ordinary tensors."""
+        received: dict[str, Any] = receive(TensorConsumer(), link, progress_cb)
+        return received
+
+    def receive_to_disk(
+        self, link: Link, scratch: JobScratch, progress_cb: Callable[..., None] | None
+    ) -> Mapping[str, Any]:
+        """Download lazy tensors."""
+        return tensor_downloader.receive_to_disk(link, scratch.download(label=link.from_fqcn), progress_cb)
+
+    def native_decompose(self, target: torch.Tensor, manager: DatumManager = None) -> bytes:
+        """Encode a tensor by itself."""
+        tensor = target.materialize() if isinstance(target, LazyTensor) else target
+        encoded: bytes = safetensors.torch.save({"t": tensor.contiguous()})
+        return encoded
+
+    def native_recompose(self, data: bytes, manager: DatumManager = None) -> torch.Tensor:
+        """Decode a tensor that was encoded by itself."""
+        tensors = safetensors.torch.load(data)
+        if "t" not in tensors:
+            raise ProtocolError("a tensor that was sent by itself has the wrong name")
+        return tensors["t"]
+
+
+class LazyArrayDecomposer(LazyDecomposer):
+    """`np.ndarray`, in the place of NVFlare's `NumpyArrayDecomposer`."""
+
+    def __init__(self) -> None:
+        super().__init__(NUMPY, dots.NUMPY_DOWNLOAD, "np_")
+
+    def supported_type(self) -> type:
+        """Return the type that is sent."""
+        return np.ndarray
+
+    def to_downloadable(
+        self, items: dict[str, Any], max_chunk_size: int, fobs_ctx: dict[str, Any]
+    ) -> PayloadDownloadable:
+        """Return what serves the arrays of a message."""
+        return ArrayDownloadable(items, max_chunk_size, fobs_ctx.get(FOBSContextKey.CELL))
+
+    def receive_into_memory(self, link: Link, progress_cb: Callable[..., None] | None) -> Mapping[str, Any]:
+        """Download ordinary arrays."""
+        received: dict[str, Any] = receive(ArrayConsumer(), link, progress_cb)
+        return received
+
+    def receive_to_disk(
+        self, link: Link, scratch: JobScratch, progress_cb: Callable[..., None] | None
+    ) -> Mapping[str, Any]:
+        """Download lazy arrays."""
+        return array_downloader.receive_to_disk(link, scratch.download(label=link.from_fqcn), progress_cb)
+
+    def native_decompose(self, target: Any, manager: DatumManager = None) -> bytes:
+        """Encode an array by itself."""
+        stream = io.BytesIO()
+        np.save(stream, target.materialize() if isinstance(target, LazyArray) else target, allow_pickle=False)
+        return stream.getvalue()
+
+    def native_recompose(self, data: bytes, manager: DatumManager = None) -> np.ndarray[Any, Any]:
+        """Decode an array that was encoded by itself."""
+        array: np.ndarray[Any, Any] = np.load(io.BytesIO(data), allow_pickle=False)
+        return array
+
+
+_SEPARATOR = "@"
+
+
+class _Outgoing:
+    """The payloads that a message refers to, in the order in which they came up."""
+
+    def __init__(self) -> None:
+        self.payloads: dict[str, str | None] = {}
+
+    def placeholder(self, ref_id: str, fqcn: str | None, item_id: str) -> dict[str, Any]:
+        self.payloads.setdefault(ref_id, fqcn)
+        first = next(iter(self.payloads))
+        content = item_id if ref_id == first else f"{item_id}{_SEPARATOR}{ref_id}"
+        return {nvflare_private.ENC_TYPE: nvflare_private.ENC_REF, nvflare_private.ENC_DATA: content}
+
+
+class _Batches:
+    """The payloads of a message that comes in; a placeholder that names none means the last."""
+
+    def __init__(self) -> None:
+        self._by_ref: dict[str, Any] = {}
+        self._last: Any = None
+
+    def add(self, ref_id: str, batch: Any) -> None:
+        self._by_ref[ref_id] = self._last = batch
+
+    def find(self, content: str) -> Any:
+        _, separator, ref_id = content.partition(_SEPARATOR)
+        return self._by_ref.get(ref_id) if separator else self._last
+
+
+class _RemoteBatch:
+    """A payload that stays where it is."""
+
+    def __init__(self, fqcn: str, ref_id: str) -> None:
+        self.fqcn = fqcn
+        self.ref_id = ref_id
+
+
+def _where(datum: Datum) -> tuple[str, str]:
+    try:
+        ref = json.loads(datum.value)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"a datum that does not say where its tensors are: {error}") from None
+    fqcn = ref.get(nvflare_private.DATUM_FQCN) if isinstance(ref, dict) else None
+    ref_id = ref.get(nvflare_private.DATUM_REF_ID) if isinstance(ref, dict) else None
+    if not isinstance(fqcn, str) or not isinstance(ref_id, str) or not fqcn or not ref_id:
+        raise ProtocolError(f"a datum that does not say where its tensors are: {str(datum.value)[:200]}")
+    return fqcn, ref_id
+
+
+def _ref_id_of(datum: Datum) -> str:
+    try:
+        return _where(datum)[1]
+    except NVFlareLazyError:
+        return ""
+
+
+def _must_decode(fobs_ctx: dict[str, Any]) -> bool:
+    """Whether an error in decoding would end the process: NVFlare does that to the server's job."""
+    cell = fobs_ctx.get(FOBSContextKey.CELL)
+    return cell is not None and FQCN.get_root(cell.get_fqcn()) == FQCN.ROOT_SERVER
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Receives a payload into files, from which its tensors are read when somebody looks at them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nvflare_lazy.errors import TransferAbortedError
+from nvflare_lazy.tensors.lazy_tensor_dict import OwnedDirectory
+from nvflare_lazy.transport.consumers import PayloadConsumer
+from nvflare_lazy.transport.plain_folder import PlainFolder
+from nvflare_lazy.transport.shards import ExactShards, Folder, Placed, RollingShards, open_placed
+from nvflare_lazy.transport.stock_items import unpack_item
+
+if TYPE_CHECKING:
+    from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.transport.families import Family
+    from nvflare_lazy.transport.manifest import Manifest
+
+_ACTIVE: weakref.WeakSet[DiskConsumer] = weakref.WeakSet()
+_ACTIVE_LOCK = threading.Lock()
+
+
+class DiskConsumer(PayloadConsumer):
+    """Writes what it receives into few, valid safetensors files.
+
+    Args:
+        family: What kind of values.
+        place: A leased directory of the job's scratch, or the path of a directory that the caller made.
+    """
+
+    def __init__(self, family: Family, place: Folder | str | os.PathLike[str]) -> None:
+        super().__init__(family)
+        self.folder: Folder = PlainFolder(place) if isinstance(place, (str, os.PathLike)) else place
+        self._lock = threading.Lock()
+        self._rolling: RollingShards | None = None
+        self._exact: ExactShards | None = None
+        self._placed: dict[str, Placed] = {}
+        self._cleaned = False
+        with _ACTIVE_LOCK:
+            _ACTIVE.add(self)
+
+    def consume_items(self, items: list[Any], result: Any) -> Any:
+        """Write items in NVFlare's form.
+
+        Returns:
+            For each name the file it is in and its name there. The files are complete after `release()`.
+        """
+        if not isinstance(items, list):
+            raise TypeError(f"items must be a list, not a {type(items).__name__}")
+        result = {} if result is None else result
+        with self._lock:
+            if self._cleaned:
+                raise TransferAbortedError(f"the download from {self._peer} was called off")
+            if self._rolling is None:
+                self._rolling = RollingShards(self.family, self.folder)
+            for item in items:
+                for name, dtype, shape, data in unpack_item(self.family, item, self._peer):
+                    placed = self._rolling.append(name, dtype, shape, data)
+                    result[name] = (placed.path, placed.name)
+        return result
+
+    def open_sink(self, manifest: Manifest) -> ExactShards:
+        """Write these values."""
+        with self._lock:
+            if self._cleaned:
+                raise TransferAbortedError(f"the download from {self._peer} was called off")
+            self._exact = ExactShards(manifest, self.family, self.folder)
+            return self._exact
+
+    def finish(self) -> None:
+        """Complete the files."""
+        with self._lock:
+            self._finish_files()
+
+    def _finish_files(self) -> None:
+        if self._exact is not None:
+            self._placed, self._exact = self._exact.finish(), None
+            self.result = {name: (placed.path, placed.name) for name, placed in self._placed.items()}
+        elif self._rolling is not None:
+            self._placed, self._rolling = self._rolling.finish(), None
+        self.result = {} if self.result is None else self.result
+
+    def release(self) -> None:
+        """Complete the files and leave them to whoever reads them; `cleanup()` does nothing from now on."""
+        with self._lock:
+            if not self._cleaned:
+                self._finish_files()
+                self._cleaned = True
+        self._forget()
+
+    def sources(self) -> dict[str, tuple[Placed, ByteSource]]:
+        """Open the files and return what was received by name, and its bytes."""
+        sources = open_placed(self._placed)
+        return {name: (placed, sources[name]) for name, placed in self._placed.items()}
+
+    def lease(self) -> object:
+        """Return what the tensors have to keep alive, and what removes the directory when it dies."""
+        return OwnedDirectory(self.folder.path) if isinstance(self.folder, PlainFolder) else self.folder
+
+    def discard(self) -> None:
+        """Remove what has come so far."""
+        self.cleanup()
+
+    def cleanup(self) -> None:
+        """Call the download off and remove its directory; afterwards nothing is written any more."""
+        self.cancel("the download was cleaned up")
+        with self._lock:
+            if self._cleaned:
+                return
+            self._cleaned = True
+            rolling, self._rolling = self._rolling, None
+            exact, self._exact = self._exact, None
+        self._forget()
+        # First the directory: it turns away writers that are under way.
+        self.folder.release()
+        for shards in (rolling, exact):
+            if shards is not None:
+                shards.close()
+
+    def _forget(self) -> None:
+        with _ACTIVE_LOCK:
+            _ACTIVE.discard(self)
+
+    def is_under(self, root: str | os.PathLike[str]) -> bool:
+        """Whether the files are below a directory."""
+        path = getattr(self.folder, "path", None)
+        return path is not None and Path(root).resolve() in [Path(path).resolve(), *Path(path).resolve().parents]
+
+
+def cleanup_active_disk_tensor_downloads(
+    reason: str = "download aborted", root_dir: str | os.PathLike[str] | None = None
+) -> None:
+    """Call off all downloads to disk that are under way in this process, and remove their directories.
+
+    Args:
+        reason: Why; becomes part of the error that they end with.
+        root_dir: Only those below this directory.
+    """
+    with _ACTIVE_LOCK:
+        consumers = list(_ACTIVE)
+    for consumer in consumers:
+        if root_dir is None or consumer.is_under(root_dir):
+            consumer.cancel(reason)
+            consumer.download_failed("active_disk_tensor_download", reason)

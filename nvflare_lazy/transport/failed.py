@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in a message for tensors that could not be received: values that say why when they are used.
+
+NVFlare ends the whole server job if a result cannot be decoded. So one client's broken download must decode, and cost
+that client's contribution alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nvflare_lazy.tensors.byte_source import FailedSource
+from nvflare_lazy.tensors.lazy_array import LazyArray
+from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+
+if TYPE_CHECKING:
+    from nvflare_lazy.transport.families import Family
+
+
+class FailedBatch:
+    """All values of a download that failed.
+
+    Args:
+        error: Why.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def value(self, family: Family, dtype: Any = None, shape: tuple[int, ...] | None = None) -> Any:
+        """Return a value that raises the error when its elements are asked for.
+
+        Args:
+            family: What kind of value.
+            dtype: Its dtype, if that is known.
+            shape: Its shape, if that is known.
+        """
+        return failed_value(self.error, family, dtype, shape)
+
+
+def failed_value(error: Exception, family: Family, dtype: Any = None, shape: tuple[int, ...] | None = None) -> Any:
+    """Return a value that raises `error` when its elements are asked for."""
+    if dtype is None or shape is None:
+        dtype, shape = family.unknown()
+    return family.lazy(FailedSource(family.nbytes(dtype, shape), error), dtype, shape)
+
+
+def failure_of(value: Any) -> Exception | None:
+    """Return why a result could not be received: the error of the first failed value in it, or None.
+
+    Args:
+        value: A tensor or array, or dictionaries, lists and tuples of them. Lazy values are not read.
+
+    Example:
+        >>> error = failure_of(model.params)
+        >>> if error is not None:
+        ...     logger.warning("left out %s: %s", client, error)
+    """
+    if isinstance(value, (LazyTensor, LazyArray)):
+        source = value.source
+        return source.error if isinstance(source, FailedSource) else None
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return None
+    for item in value:
+        error = failure_of(item)
+        if error is not None:
+            return error
+    return None

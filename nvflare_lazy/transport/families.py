@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two kinds of payload, torch tensors and NumPy arrays: what differs between them, so that nothing else has to.
+
+Senders ask a family for the bytes of a value, receivers for a value over bytes; how the bytes travel, and what may go
+wrong with them, is the same for both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from nvflare_lazy.errors import UnsupportedDtypeError
+from nvflare_lazy.tensors import dtypes
+from nvflare_lazy.tensors.byte_source import MemorySource
+from nvflare_lazy.tensors.lazy_array import LazyArray
+from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+from nvflare_lazy.tensors.raw_bytes import storage_bytes
+from nvflare_lazy.tensors.strided_source import StridedSource
+
+if TYPE_CHECKING:
+    from nvflare_lazy.tensors.byte_source import ByteSource
+
+
+class Family(ABC):
+    """What transport has to know about a kind of value."""
+
+    name: str
+
+    @abstractmethod
+    def describe(self, value: Any) -> tuple[Any, tuple[int, ...]]:
+        """Return dtype and shape of a value, without any I/O."""
+
+    @abstractmethod
+    def source(self, value: Any) -> ByteSource:
+        """Return the row-major bytes of a value, without copying memory or loading a lazy value."""
+
+    @abstractmethod
+    def identity(self, value: Any) -> object:
+        """Return a key that two values share only if they have the same bytes; None if that is not known."""
+
+    @abstractmethod
+    def encode_dtype(self, dtype: Any) -> Any:
+        """Return a dtype as text, or whatever else can travel."""
+
+    @abstractmethod
+    def decode_dtype(self, encoded: Any) -> Any:
+        """Return the dtype, or None if there is no such type."""
+
+    @abstractmethod
+    def format_name(self, dtype: Any) -> str | None:
+        """Return what a safetensors file calls the dtype, or None if it has no name for it."""
+
+    @abstractmethod
+    def new(self, dtype: Any, shape: tuple[int, ...]) -> tuple[Any, memoryview]:
+        """Return an ordinary value without contents, and its memory."""
+
+    @abstractmethod
+    def lazy(self, source: ByteSource, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """Return a lazy value over bytes."""
+
+    @abstractmethod
+    def unknown(self) -> tuple[Any, tuple[int, ...]]:
+        """Return the dtype and shape that a value has of which nothing is known, because it never came."""
+
+    def nbytes(self, dtype: Any, shape: tuple[int, ...]) -> int:
+        """Return the bytes of a value."""
+        return prod(shape) * int(dtype.itemsize)
+
+
+class TorchFamily(Family):
+    """`torch.Tensor` and `LazyTensor`."""
+
+    name = "torch"
+
+    def describe(self, value: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+        return value.dtype, tuple(value.shape)
+
+    def source(self, value: torch.Tensor) -> ByteSource:
+        if isinstance(value, LazyTensor):
+            return value.source
+        if value.layout is not torch.strided or value.is_quantized:
+            raise UnsupportedDtypeError(
+                f"a {value.layout} tensor of {value.dtype} has no plain elements to send: send value.to_dense(), or "
+                "the tensors it is made of"
+            )
+        plain = value.detach()
+        if plain.device.type == "cpu" and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
+            return MemoryPiece(storage_bytes(plain))
+        return LazyTensor.from_tensor(plain).source
+
+    def identity(self, value: torch.Tensor) -> object:
+        if isinstance(value, LazyTensor):
+            return _file_identity(value.source, value.dtype, value.shape)
+        if value.device.type != "cpu" or value.layout is not torch.strided:
+            return None
+        return value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
+
+    def encode_dtype(self, dtype: torch.dtype) -> str:
+        return str(dtype).removeprefix("torch.")
+
+    def decode_dtype(self, encoded: Any) -> torch.dtype | None:
+        return _TORCH_TYPES.get(encoded) if isinstance(encoded, str) else None
+
+    def format_name(self, dtype: torch.dtype) -> str | None:
+        row = dtypes.by_torch(dtype)
+        return row.name if row.packed == 1 else None
+
+    def new(self, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.Tensor, memoryview]:
+        tensor = torch.empty(shape, dtype=dtype)
+        return tensor, storage_bytes(tensor)
+
+    def lazy(self, source: ByteSource, dtype: torch.dtype, shape: tuple[int, ...]) -> LazyTensor:
+        return LazyTensor(source, dtype, shape)
+
+    def unknown(self) -> tuple[torch.dtype, tuple[int, ...]]:
+        return torch.float32, (1,)
+
+
+class NumpyFamily(Family):
+    """`np.ndarray` and `LazyArray`."""
+
+    name = "numpy"
+
+    def describe(self, value: np.ndarray[Any, Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        if value.dtype.hasobject:
+            raise UnsupportedDtypeError("an array of Python objects cannot be sent: send its values in a list")
+        return value.dtype, tuple(value.shape)
+
+    def source(self, value: np.ndarray[Any, Any]) -> ByteSource:
+        if isinstance(value, LazyArray):
+            return value.source
+        if value.flags.c_contiguous or value.nbytes == 0:
+            return MemoryPiece(array_bytes(value))
+        strides = [step // value.itemsize for step in value.strides]
+        if value.ndim and min(strides) >= 0 and all(step % value.itemsize == 0 for step in value.strides):
+            extent = 1 + sum((size - 1) * step for size, step in zip(value.shape, strides, strict=True))
+            flat = np.lib.stride_tricks.as_strided(value, (extent,), (value.itemsize,), writeable=False)
+            return StridedSource(MemorySource(array_bytes(flat)), value.itemsize, value.shape, tuple(strides), 0)
+        return MemorySource(array_bytes(np.ascontiguousarray(value)))
+
+    def identity(self, value: np.ndarray[Any, Any]) -> object:
+        if isinstance(value, LazyArray):
+            return _file_identity(value.source, value.dtype.str, value.shape)
+        return value.__array_interface__["data"][0], str(value.dtype), value.shape, value.strides
+
+    def encode_dtype(self, dtype: np.dtype[Any]) -> Any:
+        return np.lib.format.dtype_to_descr(dtype)
+
+    def decode_dtype(self, encoded: Any) -> np.dtype[Any] | None:
+        try:
+            dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(_as_descr(encoded))
+        except (TypeError, ValueError, IndexError, SyntaxError, RecursionError):
+            return None
+        return None if dtype.hasobject else dtype
+
+    def format_name(self, dtype: np.dtype[Any]) -> str | None:
+        # The format is little-endian.
+        if not dtype.isnative:
+            return None
+        try:
+            return dtypes.by_numpy(dtype).name
+        except UnsupportedDtypeError:
+            return None
+
+    def new(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], memoryview]:
+        array: np.ndarray[Any, Any] = np.empty(shape, dtype)
+        return array, array_bytes(array)
+
+    def lazy(self, source: ByteSource, dtype: np.dtype[Any], shape: tuple[int, ...]) -> LazyArray:
+        return LazyArray(source, dtype, shape)
+
+    def unknown(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        return np.dtype(np.float32), (1,)
+
+
+class MemoryPiece(MemorySource):
+    """Bytes in memory that can be sent from where they are."""
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes themselves."""
+        return self._view
+
+
+_TORCH_TYPES: dict[str, torch.dtype] = {
+    str(row.torch).removeprefix("torch."): row.torch for row in dtypes.ELEMENT_TYPES if row.torch is not None
+}
+
+TORCH = TorchFamily()
+NUMPY = NumpyFamily()
+
+
+def array_bytes(array: np.ndarray[Any, Any]) -> memoryview:
+    """Return the memory of a contiguous array."""
+    if array.nbytes == 0:
+        return memoryview(bytearray())
+    return array.reshape(-1).view(np.uint8).data.cast("B")
+
+
+def _file_identity(source: ByteSource, *rest: object) -> object:
+    found = source.file_range()
+    return None if found is None else (id(found[0]), found[1], *rest)
+
+
+def _as_descr(encoded: Any) -> Any:
+    """Undo what msgpack does to the description of a structured type: its tuples come back as they went."""
+    if isinstance(encoded, tuple) and encoded and all(isinstance(field, tuple) for field in encoded):
+        return [(field[0], _as_descr(field[1]), *field[2:]) for field in encoded]
+    if isinstance(encoded, str):
+        return encoded
+    raise ValueError("not the description of an array's type")

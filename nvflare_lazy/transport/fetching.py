@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The receiver's end of segments: keeps a few requests under way, and hands each piece on as it comes, in any order.
+
+Pieces are handed on by the threads that NVFlare delivers them with; nothing is queued in between, and nothing that was
+not asked for is taken. A piece that gets lost is asked for again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
+from nvflare.fuel.f3.message import Message
+
+from nvflare_lazy.errors import BadItemError, PeerLostError, SegmentsBlockedError, TransferAbortedError
+from nvflare_lazy.transport import wire
+from nvflare_lazy.transport.budget import BUDGET, InflightBudget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Bytes one download may have under way, as long as the budget of the process has room for them.
+WINDOW_BYTES = 8 << 20
+# How often a download that waits looks at its abort signal.
+_POLL_SECONDS = 0.1
+# After this time without news, what is under way counts as lost: it is asked for again, and no longer counts in the
+# budget, which a stalled peer would otherwise take from the others.
+_LOST_SECONDS = 5.0
+_MOST_LOST_SECONDS = 30.0
+# A peer to which there is no way at all, not even to ask, is given up sooner than one that is silent.
+_UNREACHABLE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """Where a payload is, and how to talk to who has it.
+
+    Attributes:
+        cell: The cell of this process.
+        from_fqcn: The cell that has the payload.
+        ref_id: What NVFlare calls the payload.
+        timeout: Seconds without news after which the peer counts as lost.
+        secure: Whether messages are encrypted end to end.
+        optional: Whether NVFlare shall be quiet about messages that cannot be sent.
+        abort: A signal to watch, or None.
+        budget: The budget to take from.
+    """
+
+    cell: Any
+    from_fqcn: str
+    ref_id: str
+    timeout: float = 600.0
+    secure: bool = False
+    optional: bool = False
+    abort: Any = None
+    budget: InflightBudget = field(default=BUDGET, repr=False)
+
+
+class _Inbox:
+    """The downloads of this process by number, for the data that comes in."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fetches: dict[str, Fetch] = {}
+        self._cells: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def open(self, fetch: Fetch) -> str:
+        number = uuid.uuid4().hex
+        core = fetch.link.cell.core_cell
+        with self._lock:
+            self._fetches[number] = fetch
+            if core in self._cells:
+                return number
+            self._cells.add(core)
+        core.register_request_cb(wire.CHANNEL, wire.DATA_TOPIC, self._take)
+        return number
+
+    def close(self, number: str) -> None:
+        with self._lock:
+            self._fetches.pop(number, None)
+
+    def _take(self, message: Message) -> None:
+        data = wire.Data.from_message(message)
+        fetch = None if data is None else self._fetches.get(data.transfer)
+        if data is not None and fetch is not None:
+            fetch.arrived(message.get_header(MessageHeaderKey.ORIGIN), data, message.payload)
+
+
+_INBOX = _Inbox()
+
+
+class Fetch:
+    """Fetches a run of bytes.
+
+    Args:
+        link: From where.
+        what: `wire.MANIFEST`, `wire.DATA` or `wire.ITEM`.
+        nbytes: How many bytes there are.
+        write: Takes an offset and the bytes that belong there; called from several threads at once.
+        item: The item's name, if it is about one.
+        start: Where the run begins in what is asked for.
+        progress: Called now and then with the number of bytes that have come.
+        first_news: Seconds to wait for the first bytes of all.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        what: str,
+        nbytes: int,
+        write: Callable[[int, memoryview], None],
+        *,
+        item: str | None = None,
+        start: int = 0,
+        progress: Callable[[int], None] | None = None,
+        first_news: float | None = None,
+    ) -> None:
+        self.link = link
+        self._what = what
+        self._item = item
+        self._start = start
+        self._nbytes = nbytes
+        self._write = write
+        self._progress = progress
+        self._first_news = first_news
+        self._changed = threading.Condition()
+        self._next = 0
+        self._done = 0
+        self._writing = 0
+        self._held = 0  # bytes of the budget
+        self._under_way: dict[int, int] = {}
+        self._lost: deque[int] = deque()
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._number = ""
+        self._news = time.monotonic()
+        self._reached = self._news
+        self._patience = _LOST_SECONDS
+        self._asked = self._news
+
+    def run(self) -> None:
+        """Fetch everything, or raise why that cannot be."""
+        if not self._nbytes:
+            return
+        self._number = _INBOX.open(self)
+        try:
+            while not self._is_complete():
+                self._check()
+                self._ask_for_more()
+                self._wait()
+        finally:
+            _INBOX.close(self._number)
+            self._close()
+
+    def _is_complete(self) -> bool:
+        with self._changed:
+            return self._done == self._nbytes and not self._writing and self._failure is None
+
+    def _check(self) -> None:
+        link = self.link
+        if self._failure is not None:
+            # From a thread of NVFlare's: raised here with the trace it got there.
+            raise self._failure
+        if link.abort is not None and link.abort.triggered:
+            reason = getattr(link.abort, "value", None)
+            why = f": {reason}" if isinstance(reason, str) and reason else ""
+            raise TransferAbortedError(f"the transfer from {link.from_fqcn} was called off{why}")
+        silent = time.monotonic() - self._news
+        if self._first_news is not None and not self._done and silent > self._first_news:
+            raise SegmentsBlockedError(f"{link.from_fqcn} did not answer a request for a segment in {silent:.0f} s")
+        if silent > link.timeout:
+            raise PeerLostError(
+                f"{link.from_fqcn} has sent nothing for {silent:.0f} s, with {self._done} of {self._nbytes} bytes here"
+            )
+        unreachable = time.monotonic() - max(self._reached, self._news)
+        if unreachable > min(_UNREACHABLE_SECONDS, link.timeout):
+            raise PeerLostError(
+                f"there is no way to {link.from_fqcn} any more, with {self._done} of {self._nbytes} bytes here"
+            )
+
+    def _ask_for_more(self) -> None:
+        while True:
+            with self._changed:
+                offset = self._lost[0] if self._lost else self._next
+                if offset >= self._nbytes or self._failure is not None:
+                    return
+                count = min(wire.SEGMENT_BYTES, self._nbytes - offset)
+                if self._held + count > WINDOW_BYTES and self._held:
+                    return
+                holding = self._held
+            if not self.link.budget.take(count, holding=holding, timeout=_POLL_SECONDS):
+                return
+            with self._changed:
+                self._held += count
+                if self._lost:
+                    self._lost.popleft()
+                else:
+                    self._next += count
+                self._under_way[offset] = count
+            self._ask(offset, count)
+
+    def _ask(self, offset: int, count: int) -> None:
+        link = self.link
+        request = wire.Request(self._number, link.ref_id, self._what, self._start + offset, count, self._item)
+        errors = link.cell.core_cell.fire_and_forget(
+            wire.CHANNEL,
+            wire.REQUEST_TOPIC,
+            link.from_fqcn,
+            Message(request.to_headers(), None),
+            secure=link.secure,
+            optional=link.optional,
+        )
+        if not errors.get(link.from_fqcn):
+            self._reached = time.monotonic()
+
+    def _wait(self) -> None:
+        with self._changed:
+            if self._failure is None and (self._done < self._nbytes or self._writing):
+                self._changed.wait(_POLL_SECONDS)
+            now = time.monotonic()
+            if not self._under_way and not self._writing:
+                # Waiting for room in the budget: that is nobody's silence.
+                self._news = max(self._news, now if not self._lost else self._news)
+            elif now - max(self._news, self._asked) > self._patience and not self._writing:
+                self._count_as_lost(now)
+            done = self._done
+        if self._progress is not None:
+            self._progress(done)
+
+    def _count_as_lost(self, now: float) -> None:
+        self._lost.extend(self._under_way)
+        self._under_way.clear()
+        self.link.budget.give_back(self._held)
+        self._held = 0
+        self._asked = now
+        self._patience = min(2 * self._patience, _MOST_LOST_SECONDS)
+
+    def arrived(self, origin: str, data: wire.Data, payload: Any) -> None:
+        """Take bytes that came in; called by NVFlare's threads."""
+        if origin != self.link.from_fqcn:
+            return
+        offset = data.start - self._start
+        with self._changed:
+            if self._closed or self._failure is not None:
+                return
+            if data.error is not None:
+                self._fail(PeerLostError(f"{origin} refuses to send: {data.error}"))
+                return
+            count = self._under_way.get(offset)
+            if count is None:
+                return
+            piece = memoryview(b"" if payload is None else payload).cast("B")
+            if len(piece) != count:
+                self._fail(BadItemError(f"{origin} sent {len(piece)} bytes where {count} were asked for"))
+                return
+            del self._under_way[offset]
+            self._writing += 1
+            self._news = time.monotonic()
+            self._patience = _LOST_SECONDS
+        failure: BaseException | None = None
+        try:
+            self._write(offset, piece)
+        except BaseException as error:
+            failure = error
+        with self._changed:
+            self._writing -= 1
+            self._held -= count
+            self._done += count
+            self._news = time.monotonic()
+            self.link.budget.give_back(count)
+            if failure is not None:
+                self._fail(failure)
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._changed.notify_all()
+
+    def _close(self) -> None:
+        """Take nothing more, and wait for what is being written: its place may be given back after this."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._writing)
+            self.link.budget.give_back(self._held)
+            self._held = 0
+            self._under_way.clear()

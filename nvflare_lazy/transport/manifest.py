@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sender tells before it sends: the names, types and shapes of all its tensors, and where each one's bytes lie.
+
+The bytes of all tensors, one after the other, are one long run; both ends count in it. A manifest that comes from a
+peer is a claim by a stranger: everything in it is checked before a byte of disk or memory is set aside for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from nvflare_lazy.errors import BadManifestError
+
+if TYPE_CHECKING:
+    from nvflare_lazy.transport.families import Family
+
+VERSION = 1
+# More tensors than any model has. Each takes memory here before its first byte has come.
+MOST_ITEMS = 500_000
+MOST_BYTES = 64 << 20
+_MOST_NAME_BYTES = 4096
+_MOST_AXES = 64
+_MOST_TOTAL = 1 << 62
+
+
+class Item:
+    """One tensor of a payload.
+
+    Attributes:
+        name: What the payload calls it.
+        dtype: A dtype of the family (torch or NumPy).
+        shape: Its shape.
+        nbytes: Bytes of its elements.
+        offset: Where its bytes begin in the run of all bytes.
+        alias: Whether these are the bytes of an earlier item: tied tensors travel once.
+    """
+
+    __slots__ = ("alias", "dtype", "name", "nbytes", "offset", "shape")
+
+    def __init__(self, name: str, dtype: Any, shape: tuple[int, ...], nbytes: int, offset: int, alias: bool) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.shape = shape
+        self.nbytes = nbytes
+        self.offset = offset
+        self.alias = alias
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All tensors of a payload, in the order in which their bytes lie."""
+
+    items: tuple[Item, ...]
+    nbytes: int
+
+    def by_name(self) -> Mapping[str, Item]:
+        """Return the items by name."""
+        return {item.name: item for item in self.items}
+
+    def owners(self) -> Iterator[Item]:
+        """Return the items that have bytes of their own."""
+        return (item for item in self.items if not item.alias)
+
+
+def lay_out(described: Iterable[tuple[str, Any, tuple[int, ...], int, object]]) -> Manifest:
+    """Lay tensors one after the other.
+
+    Args:
+        described: Name, dtype, shape and bytes of each, and a key that is the same for tensors with the same bytes
+            (None if that is not known).
+    """
+    items: list[Item] = []
+    first: dict[object, Item] = {}
+    end = 0
+    for name, dtype, shape, nbytes, key in described:
+        twin = first.get((key, nbytes)) if key is not None and nbytes else None
+        if twin is not None:
+            items.append(Item(name, dtype, shape, nbytes, twin.offset, True))
+            continue
+        item = Item(name, dtype, shape, nbytes, end, False)
+        items.append(item)
+        end += nbytes
+        if key is not None:
+            first[key, nbytes] = item
+    return Manifest(tuple(items), end)
+
+
+def encode(manifest: Manifest, family: Family) -> bytes:
+    """Write a manifest for the wire."""
+    packer = msgpack.Packer(autoreset=False)
+    packer.pack([VERSION, family.name, len(manifest.items), manifest.nbytes])
+    for index, item in enumerate(manifest.items):
+        name = None if item.name == default_name(index) else item.name
+        packer.pack([name, family.encode_dtype(item.dtype), item.shape, item.offset if item.alias else None])
+    encoded: bytes = packer.bytes()
+    return encoded
+
+
+def decode(data: bytes | bytearray | memoryview, family: Family, peer: str) -> Manifest:
+    """Read a manifest from the wire.
+
+    Raises:
+        BadManifestError: If it cannot be true.
+    """
+    try:
+        return _Decoder(data, family).manifest()
+    except BadManifestError as error:
+        raise BadManifestError(f"{peer} announces tensors that cannot be: {error}") from None
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException, UnicodeDecodeError) as error:
+        raise BadManifestError(f"the list of tensors from {peer} is damaged: {error}") from None
+
+
+def default_name(index: int) -> str:
+    """What NVFlare calls the tensor with this number; such names need not travel."""
+    return f"T{index}"
+
+
+class _Decoder:
+    def __init__(self, data: bytes | bytearray | memoryview, family: Family) -> None:
+        self._family = family
+        self._unpacker = msgpack.Unpacker(
+            max_buffer_size=max(len(data), 1),
+            max_array_len=max(_MOST_AXES, 64),
+            max_map_len=0,
+            max_str_len=_MOST_NAME_BYTES,
+            max_bin_len=0,
+            max_ext_len=0,
+            use_list=False,
+        )
+        self._unpacker.feed(data)
+        self._first: dict[int, int] = {}
+
+    def manifest(self) -> Manifest:
+        version, family, count, total = self._next(4)
+        if version != VERSION or family != self._family.name:
+            raise BadManifestError(f"version {version!r} of a list of {family!r} where {self._family.name} was due")
+        if not _is_count(count) or count > MOST_ITEMS:
+            raise BadManifestError(f"{count!r} tensors, and at most {MOST_ITEMS} are taken")
+        items: list[Item] = []
+        names: set[str] = set()
+        end = 0
+        for index in range(count):
+            item = self._item(index, end)
+            if item.name in names:
+                raise BadManifestError(f"two tensors are called {item.name!r}")
+            names.add(item.name)
+            items.append(item)
+            end = max(end, item.offset + item.nbytes)
+        if next(iter(self._unpacker), None) is not None:
+            raise BadManifestError(f"it goes on after the {count} tensors that it counts")
+        if end != total:
+            raise BadManifestError(f"the tensors have {end} bytes, and {total!r} were announced")
+        return Manifest(tuple(items), end)
+
+    def _next(self, length: int) -> tuple[Any, ...]:
+        try:
+            value = next(self._unpacker)
+        except StopIteration:
+            raise BadManifestError("it ends before the last tensor") from None
+        if not isinstance(value, tuple) or len(value) != length:
+            raise BadManifestError(f"a record of {length} fields was due")
+        return value
+
+    def _item(self, index: int, end: int) -> Item:
+        name, encoded, shape, alias = self._next(4)
+        name = default_name(index) if name is None else name
+        if not isinstance(name, str) or not name or name == "__metadata__":
+            raise BadManifestError(f"{name!r} cannot be the name of a tensor")
+        if not isinstance(shape, tuple) or len(shape) > _MOST_AXES or not all(_is_count(size) for size in shape):
+            raise BadManifestError(f"{name} has the shape {str(shape)[:80]}")
+        dtype = self._family.decode_dtype(encoded)
+        if dtype is None:
+            raise BadManifestError(f"{name} is of the unknown type {str(encoded)[:80]!r}")
+        nbytes = self._family.nbytes(dtype, shape)
+        # An axis without elements hides none of the others: their strides would not fit into 63 bits.
+        if end + self._family.nbytes(dtype, tuple(max(size, 1) for size in shape)) > _MOST_TOTAL:
+            raise BadManifestError(f"{name} is too large, with the shape {str(shape)[:80]}")
+        if alias is None:
+            if nbytes:
+                self._first[end] = nbytes
+            return Item(name, dtype, shape, nbytes, end, False)
+        if self._first.get(alias) != nbytes:
+            raise BadManifestError(f"{name} shares the bytes of a tensor that is not there, at {alias!r}")
+        return Item(name, dtype, shape, nbytes, alias, True)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST_TOTAL

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything this package uses of NVFlare that NVFlare does not promise, in one place.
+
+A test goes through these names one by one, so that a release of NVFlare that changes one of them fails a test with
+its name on it and not a transfer with a riddle.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from nvflare.app_common.utils.tensor_disk_offload_context import _TENSOR_DISK_OFFLOAD_ROOT_DIR
+from nvflare.fuel.f3.cellnet.core_cell import CoreCell
+from nvflare.fuel.f3.streaming.download_service import (
+    DownloadService,
+    DownloadStatus,
+    _PropKey,
+    _Ref,
+)
+from nvflare.fuel.f3.streaming.transfer_progress import TransferProgressState
+from nvflare.fuel.utils.fobs import FOBSContextKey
+from nvflare.fuel.utils.fobs import fobs as registry
+from nvflare.fuel.utils.fobs.decomposers import via_downloader as stock_via_downloader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+OFFLOAD_ROOT_KEY: str = _TENSOR_DISK_OFFLOAD_ROOT_DIR
+
+# Keys of a download request, of its reply and of what they point to.
+REF_ID: str = _PropKey.REF_ID
+STATE: str = _PropKey.STATE
+DATA: str = _PropKey.DATA
+STATUS: str = _PropKey.STATUS
+CONFIRM_CAPABLE: str = _PropKey.CONFIRM_CAPABLE
+START: str = "start"
+COUNT: str = "count"
+
+# How a decomposer encodes an object, and the datum that says where the download is.
+ENC_TYPE: str = stock_via_downloader.EncKey.TYPE
+ENC_DATA: str = stock_via_downloader.EncKey.DATA
+ENC_NATIVE: str = stock_via_downloader.EncType.NATIVE
+ENC_REF: str = stock_via_downloader.EncType.REF
+DATUM_REF_ID: str = stock_via_downloader._RefKey.REF_ID
+DATUM_FQCN: str = stock_via_downloader._RefKey.FQCN
+CTX_OBJECTS: str = stock_via_downloader._CtxKey.OBJECTS
+CTX_FINAL_CB_REGISTERED: str = stock_via_downloader._CtxKey.FINAL_CB_REGISTERED
+
+
+# ---- the registry of decomposers -----------------------------------------------------------------------------------
+
+
+def registered_for(type_name: str) -> Any:
+    """Return the decomposer registered for a type, by the type's full name, or None."""
+    return registry._decomposers.get(type_name)
+
+
+def put_in_place(decomposer: Any) -> Any:
+    """Make `decomposer` the handler of its type and of its datum object types; return the one it takes the place of."""
+    name = registry.get_class_name(decomposer.supported_type())
+    before = registry._decomposers.get(name)
+    registry._decomposers[name] = decomposer
+    for dot in decomposer.supported_dots() or ():
+        registry._dot_handlers[dot] = decomposer
+    return before
+
+
+def new_items_context() -> Any:
+    """Return NVFlare's list of the values of a message, which gives the same value the same number."""
+    return stock_via_downloader._DecomposeCtx()
+
+
+# ---- the sending side of the download service ----------------------------------------------------------------------
+
+
+@contextmanager
+def serving(ref_id: str, requester: str) -> Iterator[_Ref | None]:
+    """Count what the block does as a request for a download, so that its transaction stays open; None if it is over."""
+    with DownloadService._tx_lock:
+        ref = DownloadService._ref_table.get(ref_id)
+        if ref is not None and not ref.tx.begin_op():
+            ref = None
+    if ref is None:
+        yield None
+        return
+    try:
+        ref.mark_active()
+        ref.mark_receiver_active(requester)
+        yield ref
+    finally:
+        ref.tx.end_op()
+
+
+def note_sent(ref: _Ref, requester: str, nbytes: int) -> None:
+    """Count bytes sent for the transaction's totals and for whoever watches its progress."""
+    ref.tx.add_total_bytes(nbytes)
+    ref.emit_progress(receiver_id=requester, state=TransferProgressState.ACTIVE, bytes_delta=nbytes)
+
+
+def finish_for_ancestor(ref_id: str, receiver: str, status: str) -> None:
+    """Count a receiver's success for the expected receiver it is a child of.
+
+    A transaction that names a forwarding hop would wait for it forever: the process behind the hop is who pulls.
+    """
+    ref = DownloadService._ref_table.get(ref_id)
+    if ref is None or status != DownloadStatus.SUCCESS:
+        return
+    for expected in ref.tx.receiver_ids or ():
+        if receiver.startswith(f"{expected}."):
+            ref._finalize_receiver(expected, status)
+
+
+# ---- the receiving side --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def source_signal(cell: Any, from_fqcn: str, ref_id: str, abort_signal: Any) -> Iterator[Any]:
+    """A signal that is triggered by `abort_signal`, and by the news that the owner of the source has died."""
+    signal = DownloadService._register_source_download(cell, from_fqcn, ref_id, abort_signal)
+    try:
+        yield signal
+    finally:
+        DownloadService._unregister_source_download(from_fqcn, ref_id, signal)
+
+
+def offload_flag_in_process() -> bool:
+    """Whether a job asked for tensor disk offload on any cell of this process.
+
+    In the simulator NVFlare sets the flag on the cell `server`, and results arrive on `server.simulate_job`.
+    """
+    cells = list(CoreCell.ALL_CELLS.values())
+    return any(cell.get_fobs_context().get(FOBSContextKey.TENSOR_DISK_OFFLOAD) for cell in cells)
+
+
+__all__ = [
+    "CONFIRM_CAPABLE",
+    "COUNT",
+    "CTX_FINAL_CB_REGISTERED",
+    "CTX_OBJECTS",
+    "DATA",
+    "DATUM_FQCN",
+    "DATUM_REF_ID",
+    "ENC_DATA",
+    "ENC_NATIVE",
+    "ENC_REF",
+    "ENC_TYPE",
+    "OFFLOAD_ROOT_KEY",
+    "REF_ID",
+    "START",
+    "STATE",
+    "STATUS",
+    "finish_for_ancestor",
+    "new_items_context",
+    "note_sent",
+    "offload_flag_in_process",
+    "put_in_place",
+    "registered_for",
+    "serving",
+    "source_signal",
+    "stock_via_downloader",
+]

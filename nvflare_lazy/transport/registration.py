@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`install()`: makes this package's handlers the process's handlers for tensors, arrays and references to them.
+
+NVFlare keeps the first decomposer that is registered for a type, and which comes first depends on who imports what.
+So this does not rely on coming first: it takes the place of whatever is there.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nvflare.fuel.utils import fobs
+from nvflare.fuel.utils.class_loader import get_class_name
+
+from nvflare_lazy.transport import nvflare_private
+from nvflare_lazy.transport.decomposers import LazyArrayDecomposer, LazyTensorDecomposer
+from nvflare_lazy.transport.via_downloader import LazyDownloadRefDecomposer
+
+if TYPE_CHECKING:
+    from nvflare.fuel.utils.fobs import Decomposer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Handler:
+    """Who handles one type.
+
+    Attributes:
+        type_name: The type.
+        dot: NVFlare's number for where its values are to be downloaded from, if it has one.
+        in_place: The class that handles it now, or None.
+        ours: Whether that is this package's.
+        replaced: The class whose place was taken, or None if there was none.
+    """
+
+    type_name: str
+    dot: int | None
+    in_place: str | None
+    ours: bool
+    replaced: str | None = None
+
+    def __str__(self) -> str:
+        by = self.in_place or "nobody"
+        return f"{self.type_name} by {by}" + (f" in the place of {self.replaced}" if self.replaced else "")
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Who handles tensors, arrays and references in this process."""
+
+    handlers: tuple[Handler, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all are this package's."""
+        return all(handler.ours for handler in self.handlers)
+
+    @property
+    def took_place_of(self) -> tuple[str, ...]:
+        """The classes whose place was taken."""
+        return tuple(handler.replaced for handler in self.handlers if handler.replaced)
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.handlers))
+
+
+_KINDS: tuple[type[Decomposer], ...] = (LazyTensorDecomposer, LazyArrayDecomposer, LazyDownloadRefDecomposer)
+
+
+def install() -> Installation:
+    """Make NVFlare of this process send and receive tensors and arrays through this package.
+
+    Whoever registered first; a second call changes nothing. Call it before messages are sent: `flare.init()` in a
+    trainer, the constructor of a component in a job.
+
+    Returns:
+        Who handles what now, and whose place was taken.
+
+    Example:
+        >>> print(nvflare_lazy.install())
+        torch.Tensor by nvflare_lazy.transport.decomposers.LazyTensorDecomposer; ...
+    """
+    handlers = tuple(_put(kind) for kind in _KINDS)
+    installation = Installation(handlers)
+    if any(handler.replaced for handler in handlers) or not _said:
+        logger.info("tensors are handled lazily: %s", installation)
+        _said.append(True)
+    return installation
+
+
+def installed() -> Installation:
+    """Say who handles tensors, arrays and references in this process, without changing it."""
+    return Installation(tuple(_look(kind()) for kind in _KINDS))
+
+
+_said: list[bool] = []
+
+
+def _put(kind: type[Decomposer]) -> Handler:
+    found = _look(kind())
+    if found.ours:
+        return found
+    replaced = nvflare_private.put_in_place(kind())
+    after = _look(kind())
+    return Handler(after.type_name, after.dot, after.in_place, after.ours, _name(replaced))
+
+
+def _look(wanted: Any) -> Handler:
+    type_name = get_class_name(wanted.supported_type())
+    dot = next(iter(wanted.supported_dots() or ()), None)
+    registered = nvflare_private.registered_for(type_name)
+    ours = type(registered) is type(wanted) and (dot is None or fobs.get_dot_handler(dot) is registered)
+    return Handler(type_name, dot, _name(registered), ours)
+
+
+def _name(decomposer: Any) -> str | None:
+    return None if decomposer is None else get_class_name(type(decomposer))

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that are still with their sender, read over the wire when asked for.
+
+What makes a reference at a forwarding hop a tensor that a filter can look at, one at a time, without taking the rest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
+from nvflare.fuel.f3.streaming.download_service import ProduceRC, request_download_chunk
+
+from nvflare_lazy.errors import BadItemError, MissingItemError, PeerLostError, SegmentsBlockedError
+from nvflare_lazy.tensors.byte_source import ByteSource, MemorySource
+from nvflare_lazy.transport import nvflare_private, wire
+from nvflare_lazy.transport.fetching import Fetch, Link
+from nvflare_lazy.transport.stock_items import unpack_item
+
+if TYPE_CHECKING:
+    from nvflare_lazy.transport.families import Family
+
+_FIRST_NEWS_SECONDS = 15.0
+
+
+class RemoteSource(ByteSource):
+    """The bytes of one tensor of a payload at another cell, which has this package, too.
+
+    Args:
+        link: Where the payload is.
+        item: The tensor in it.
+        nbytes: Its bytes.
+    """
+
+    def __init__(self, link: Link, item: str, nbytes: int) -> None:
+        self._link = link
+        self._item = item
+        self.nbytes = nbytes
+
+    def _read_into(self, buffer: memoryview, offset: int) -> None:
+        def write(at: int, data: memoryview) -> None:
+            buffer[at : at + len(data)] = data
+
+        Fetch(
+            self._link,
+            wire.ITEM,
+            len(buffer),
+            write,
+            item=self._item,
+            start=offset,
+            first_news=_FIRST_NEWS_SECONDS,
+        ).run()
+
+    def describe(self) -> str:
+        return f"{self._item} at {self._link.from_fqcn}"
+
+
+def open_remote(ref: Any, family: Family, cell: Any, timeout: float, abort_signal: Any) -> Any:
+    """Return the tensor a reference points to, as a lazy one.
+
+    Args:
+        ref: The reference.
+        family: What kind of value it points to.
+        cell: The cell of this process.
+        timeout: Seconds without news after which its owner counts as lost.
+        abort_signal: A signal to watch.
+    """
+    link = Link(cell, ref.fqcn, ref.ref_id, timeout, abort=abort_signal)
+    if ref.dtype is not None and ref.shape is not None:
+        nbytes = family.nbytes(ref.dtype, ref.shape)
+        try:
+            RemoteSource(link, ref.item_id, nbytes).read(0, min(nbytes, 1))
+        except SegmentsBlockedError:
+            pass
+        else:
+            return family.lazy(RemoteSource(link, ref.item_id, nbytes), ref.dtype, ref.shape)
+    return _whole_item(ref, family, link)
+
+
+def _whole_item(ref: Any, family: Family, link: Link) -> Any:
+    """Fetch one item in NVFlare's form: all a sender without this package can do."""
+    index = ref.item_id.removeprefix("T")
+    if not index.isdigit():
+        raise MissingItemError(f"{ref.item_id!r} is not what NVFlare calls an item of a payload")
+    reply = request_download_chunk(
+        from_fqcn=link.from_fqcn,
+        ref_id=link.ref_id,
+        # No items have come: a sender takes this for "go on from here".
+        state={nvflare_private.START: int(index), nvflare_private.COUNT: 0},
+        per_request_timeout=link.timeout,
+        cell=link.cell,
+        abort_signal=link.abort,
+        secure=link.secure,
+    )
+    code = reply.get_header(MessageHeaderKey.RETURN_CODE)
+    payload = reply.payload
+    if code != ReturnCode.OK or not isinstance(payload, dict):
+        raise PeerLostError(f"{link.from_fqcn} does not send {ref.item_id}: {code}")
+    items = payload.get(nvflare_private.DATA)
+    if payload.get(nvflare_private.STATUS) != ProduceRC.OK or not items:
+        raise MissingItemError(f"{link.from_fqcn} has no {ref.item_id}")
+    for name, dtype, shape, data in unpack_item(family, items[0], link.from_fqcn):
+        if name == ref.item_id:
+            return family.lazy(MemorySource(bytes(data)), dtype, shape)
+    raise BadItemError(f"{link.from_fqcn} sent another item than {ref.item_id}")

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The form in which NVFlare itself sends a tensor: whole, as a safetensors or npz byte string of one entry.
+
+What a peer without this package sends and takes. Items from a peer are read strictly: what is in their headers decides
+what is written to disk.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zipfile
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nvflare_lazy.errors import BadItemError, FormatError, UnsupportedDtypeError
+from nvflare_lazy.formats.safetensors_header import parse_message
+from nvflare_lazy.tensors import dtypes
+from nvflare_lazy.tensors.lazy_array import LazyArray
+from nvflare_lazy.transport.families import NUMPY, TORCH, array_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.transport.families import Family
+
+_MOST_HEADER_BYTES = 1 << 20
+_MOST_ARRAY_HEADER_BYTES = 128 << 10
+
+
+def pack_item(family: Family, name: str, value: Any, source: ByteSource) -> bytearray | memoryview:
+    """Write one tensor, whose row-major bytes are `source`, as NVFlare does."""
+    if family is NUMPY:
+        return _pack_array(name, value)
+    head = _header(name, value.dtype, tuple(value.shape))
+    item = bytearray(len(head) + source.nbytes)
+    item[: len(head)] = head
+    source.read_into(memoryview(item)[len(head) :])
+    return item
+
+
+def unpack_item(family: Family, item: Any, peer: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
+    """Read what NVFlare sent: name, dtype, shape and bytes of each tensor in it.
+
+    Raises:
+        BadItemError: If it is not what its header says.
+    """
+    if not isinstance(item, (bytes, bytearray, memoryview)):
+        raise BadItemError(f"{peer} sent a {type(item).__name__} where the bytes of a tensor were due")
+    try:
+        yield from (_arrays if family is NUMPY else _tensors)(item, peer)
+    except (FormatError, ValueError, EOFError, OSError, zipfile.BadZipFile, NotImplementedError, KeyError) as error:
+        raise BadItemError(f"{peer} sent a damaged item: {error}") from error
+
+
+def _header(name: str, dtype: Any, shape: tuple[int, ...]) -> bytes:
+    row = dtypes.by_torch(dtype)
+    if row.name is None:
+        raise UnsupportedDtypeError(
+            f"{name} is of {dtype}, and a receiver without nvflare-lazy cannot take that: convert it, or install "
+            "nvflare-lazy at the receiver"
+        )
+    shown = (*shape[:-1], shape[-1] * row.packed) if shape else shape
+    nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    entry = {name: {"dtype": row.name, "shape": shown, "data_offsets": [0, nbytes]}}
+    text = json.dumps(entry, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _tensors(item: Any, peer: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
+    header = parse_message(item, f"an item from {peer}", max_header_bytes=_MOST_HEADER_BYTES)
+    data = memoryview(item)[header.data_start :]
+    for name, span in header.tensors.items():
+        row = span.element_type
+        if row.torch is None:
+            raise BadItemError(f"{peer} sent {name} as {row.name}, which this release of torch does not have")
+        shape = span.shape
+        if row.packed > 1 and shape:
+            shape = (*shape[:-1], shape[-1] // row.packed)
+        if TORCH.nbytes(row.torch, shape) != span.end - span.begin:
+            raise BadItemError(f"{peer} sent {name} with a row that ends inside of a byte")
+        yield name, row.torch, shape, data[span.begin : span.end]
+
+
+def _arrays(item: Any, peer: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
+    view = memoryview(item)
+    with zipfile.ZipFile(io.BytesIO(item)) as archive:
+        for info in archive.infolist():
+            data = _member(view, info, peer)
+            dtype, shape, fortran, start = _array_header(data)
+            elements = data[start:]
+            if dtype.hasobject or len(elements) != NUMPY.nbytes(dtype, shape):
+                raise BadItemError(f"{peer} sent {info.filename} with {len(elements)} bytes for {shape} of {dtype}")
+            if fortran and len(shape) > 1:
+                turned = np.frombuffer(elements, dtype).reshape(shape[::-1]).T
+                elements = array_bytes(np.ascontiguousarray(turned))
+            yield info.filename.removesuffix(".npy"), dtype, shape, elements
+
+
+def _member(archive: memoryview, info: zipfile.ZipInfo, peer: str) -> memoryview:
+    """Return the bytes of a stored member where they lie, after checking them."""
+    lengths = archive[info.header_offset + 26 : info.header_offset + 30]
+    if info.compress_type != zipfile.ZIP_STORED or len(lengths) != 4:
+        raise BadItemError(f"{peer} sent {info.filename} in a form that NVFlare does not use")
+    name_bytes, extra_bytes = struct.unpack("<HH", lengths)
+    start = info.header_offset + 30 + name_bytes + extra_bytes
+    data = archive[start : start + info.file_size]
+    if len(data) != info.file_size or zlib.crc32(data) != info.CRC:
+        raise BadItemError(f"{peer} sent {info.filename} truncated or damaged: its checksum is wrong")
+    return data
+
+
+def _array_header(data: memoryview) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
+    stream = io.BytesIO(data[:_MOST_ARRAY_HEADER_BYTES])
+    version = np.lib.format.read_magic(stream)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+    if read is None:
+        raise BadItemError(f"an array of format version {version}, which NVFlare does not send")
+    shape, fortran, dtype = read(stream)
+    return dtype, shape, fortran, stream.tell()
+
+
+def _pack_array(name: str, array: Any) -> memoryview:
+    loaded = array.materialize() if isinstance(array, LazyArray) else array
+    stream = io.BytesIO()
+    with (
+        zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive,
+        archive.open(f"{name}.npy", "w", force_zip64=True) as file,
+    ):
+        np.lib.format.write_array(file, loaded, allow_pickle=False)
+    return stream.getbuffer()

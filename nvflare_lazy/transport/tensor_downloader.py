@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Torch tensors over NVFlare's download service, with the names and calls of NVFlare's own `tensor_downloader`.
+
+What the decomposers use, and what a component of a job may use directly.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+from nvflare_lazy.errors import NVFlareLazyError
+from nvflare_lazy.scratch import current_job_scratch
+from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.tensors.tensor_entry import TensorEntry
+from nvflare_lazy.transport.consumers import receive
+from nvflare_lazy.transport.disk_consumer import DiskConsumer, cleanup_active_disk_tensor_downloads
+from nvflare_lazy.transport.downloadable import PayloadDownloadable
+from nvflare_lazy.transport.families import TORCH
+from nvflare_lazy.transport.fetching import Link
+from nvflare_lazy.transport.memory_consumer import MemoryConsumer
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from nvflare_lazy.scratch import DownloadScratch
+    from nvflare_lazy.transport.shards import Folder
+
+_TWO_MB = 2 * 1024 * 1024
+
+
+class TensorDownloadable(PayloadDownloadable):
+    """Tensors, lazy or not, to be downloaded by any number of receivers.
+
+    Args:
+        tensors: The tensors by name.
+        max_chunk_size: Tensors that together stay below this go in one message to a receiver without this package.
+        cell: The cell to answer requests for segments on; without it, none are offered.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], max_chunk_size: int, cell: Any = None) -> None:
+        super().__init__(tensors, max_chunk_size, TORCH, cell)
+
+
+class TensorConsumer(MemoryConsumer):
+    """Receives tensors into memory.
+
+    Args:
+        tensors_received_cb: Called with tensors as they are complete; see `MemoryConsumer`.
+        cb_kwargs: Further arguments for it.
+    """
+
+    def __init__(
+        self,
+        tensors_received_cb: Callable[..., Any] | None = None,
+        cb_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(TORCH, tensors_received_cb, cb_kwargs)
+
+
+class DiskTensorConsumer(DiskConsumer):
+    """Receives tensors into files.
+
+    Args:
+        temp_dir: A directory that the caller made, or a leased directory of the job's scratch.
+    """
+
+    def __init__(self, temp_dir: str | os.PathLike[str] | Folder) -> None:
+        super().__init__(TORCH, temp_dir)
+
+    def tensors(self) -> LazyTensorDict:
+        """Return what was received; it keeps the directory alive."""
+        entries = {
+            name: TensorEntry(source, placed.dtype, placed.shape) for name, (placed, source) in self.sources().items()
+        }
+        return LazyTensorDict.from_entries(entries, keep_alive=self.lease())
+
+
+def add_tensors(downloader: Any, tensors: Mapping[str, torch.Tensor], max_chunk_size: int = _TWO_MB) -> str:
+    """Add tensors to what an `ObjectDownloader` offers.
+
+    Args:
+        downloader: NVFlare's `ObjectDownloader`.
+        tensors: The tensors by name, lazy or not.
+        max_chunk_size: Tensors that together stay below this go in one message to a receiver without this package.
+
+    Returns:
+        The reference to download them by.
+    """
+    reference: str = downloader.add_object(TensorDownloadable(tensors, max_chunk_size, cell=downloader.cell))
+    return reference
+
+
+def download_tensors(
+    from_fqcn: str,
+    ref_id: str,
+    per_request_timeout: float,
+    cell: Any,
+    secure: bool = False,
+    optional: bool = False,
+    abort_signal: Any = None,
+    tensors_received_cb: Callable[..., Any] | None = None,
+    progress_cb: Callable[..., None] | None = None,
+    **cb_kwargs: Any,
+) -> tuple[str | None, dict[str, torch.Tensor] | None]:
+    """Download tensors into memory.
+
+    Args:
+        from_fqcn: The cell that has them.
+        ref_id: The reference that `add_tensors` returned there.
+        per_request_timeout: Seconds without news after which that cell counts as lost.
+        cell: The cell of this process.
+        secure: Whether messages are encrypted end to end.
+        optional: Whether NVFlare shall be quiet about messages that cannot be sent.
+        abort_signal: A signal to watch.
+        tensors_received_cb: Called with tensors as they are complete.
+        progress_cb: NVFlare's progress callback.
+        **cb_kwargs: Further arguments for `tensors_received_cb`.
+
+    Returns:
+        An error message or None, and the tensors or None.
+    """
+    link = Link(cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
+    try:
+        return None, receive(TensorConsumer(tensors_received_cb, cb_kwargs), link, progress_cb)
+    except NVFlareLazyError as error:
+        return str(error), None
+
+
+def download_tensors_to_disk(
+    from_fqcn: str,
+    ref_id: str,
+    per_request_timeout: float,
+    cell: Any,
+    secure: bool = False,
+    optional: bool = False,
+    abort_signal: Any = None,
+    progress_cb: Callable[..., None] | None = None,
+    root_dir: str | os.PathLike[str] | None = None,
+) -> tuple[str | None, LazyTensorDict | None]:
+    """Download tensors into scratch; see `download_tensors`.
+
+    Args:
+        from_fqcn: The cell that has them.
+        ref_id: The reference that `add_tensors` returned there.
+        per_request_timeout: Seconds without news after which that cell counts as lost.
+        cell: The cell of this process.
+        secure: Whether messages are encrypted end to end.
+        optional: Whether NVFlare shall be quiet about messages that cannot be sent.
+        abort_signal: A signal to watch.
+        progress_cb: NVFlare's progress callback.
+        root_dir: A directory to make a directory in, instead of the job's scratch.
+
+    Returns:
+        An error message or None, and the tensors or None.
+    """
+    link = Link(cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
+    try:
+        if root_dir is None:
+            return None, receive_to_disk(link, current_job_scratch().download(label=from_fqcn), progress_cb)
+        return None, receive_to_disk(link, tempfile.mkdtemp(prefix="nvflare_lazy_", dir=root_dir), progress_cb)
+    except NVFlareLazyError as error:
+        return str(error), None
+
+
+def receive_to_disk(
+    link: Link,
+    place: DownloadScratch | Folder | str,
+    progress_cb: Callable[..., None] | None = None,
+) -> LazyTensorDict:
+    """Download tensors into a directory that nothing is left of if it fails.
+
+    Raises:
+        NVFlareLazyError: The error that says why it failed.
+    """
+    consumer = DiskTensorConsumer(place)
+    receive(consumer, link, progress_cb)
+    consumer.release()
+    return consumer.tensors()
+
+
+__all__ = [
+    "DiskTensorConsumer",
+    "TensorConsumer",
+    "TensorDownloadable",
+    "add_tensors",
+    "cleanup_active_disk_tensor_downloads",
+    "download_tensors",
+    "download_tensors_to_disk",
+    "receive_to_disk",
+]

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""References instead of tensors: how a payload names what is to be downloaded, and how a forwarding hop passes that on.
+
+A hop (the client job, between server and trainer) decodes a message without downloading anything, and gets references
+to where the tensors are. It can send them on, whatever number of payloads they come from, and read one if it must.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from nvflare.fuel.utils import fobs
+
+from nvflare_lazy.errors import TransferError
+from nvflare_lazy.transport.nvflare_private import stock_via_downloader
+from nvflare_lazy.transport.remote_source import open_remote
+
+if TYPE_CHECKING:
+    from nvflare_lazy.transport.families import Family
+
+_thread = threading.local()
+
+
+class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
+    """A tensor that is still with whoever sent it.
+
+    NVFlare's own code takes it for its own kind of reference. It does not change, so copies of it are itself.
+
+    Args:
+        fqcn: The cell that has the tensor.
+        ref_id: The payload there.
+        item_id: The tensor in the payload.
+        dot: NVFlare's number for the kind of tensor.
+
+    Attributes:
+        dtype: The tensor's dtype if its sender told it, else None.
+        shape: Its shape if its sender told it, else None.
+        aliases: Further ids of the same tensor.
+    """
+
+    __slots__ = ("_cell", "_family", "_secure", "dtype", "shape")
+
+    # On the wire this is NVFlare's reference, which every peer knows; `type()` tells the difference.
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return stock_via_downloader.LazyDownloadRef  # type: ignore[no-any-return]
+
+    def __init__(self, fqcn: str, ref_id: str, item_id: str, dot: int = 0) -> None:
+        super().__init__(fqcn, ref_id, item_id, dot)
+        self.dtype: Any = None
+        self.shape: tuple[int, ...] | None = None
+        self._family: Family | None = None
+        self._cell: weakref.ref[Any] | None = None
+        self._secure = False
+
+    @classmethod
+    def of(
+        cls, fqcn: str, ref_id: str, item_id: str, dot: int, family: Family, described: tuple[Any, Any], cell: Any
+    ) -> LazyDownloadRef:
+        """Make one that knows what it refers to, and how to get there."""
+        made = cls(fqcn, ref_id, item_id, dot)
+        made.dtype, made.shape = described
+        made._family = family
+        made._cell = None if cell is None else weakref.ref(cell)
+        return made
+
+    def lazy(self, cell: Any = None, *, timeout: float = 600.0, abort_signal: Any = None) -> Any:
+        """Return the tensor as a lazy one that is read from where it is, as far as it is used.
+
+        Args:
+            cell: The cell of this process; the one the reference came in on, if not given.
+            timeout: Seconds without news after which its owner counts as lost.
+            abort_signal: A signal to watch.
+        """
+        found = cell if cell is not None else self._cell() if self._cell is not None else None
+        if found is None or self._family is None:
+            raise TransferError(f"{self.item_id} of {self.fqcn} cannot be read without a cell: pass one")
+        return open_remote(self, self._family, found, timeout, abort_signal)
+
+    def materialize(self, cell: Any = None, *, timeout: float = 600.0, abort_signal: Any = None) -> Any:
+        """Read the tensor from where it is, and nothing else; see `lazy`."""
+        return self.lazy(cell, timeout=timeout, abort_signal=abort_signal).materialize()
+
+    def __copy__(self) -> LazyDownloadRef:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyDownloadRef:
+        return self
+
+    def __repr__(self) -> str:
+        return f"LazyDownloadRef({self.item_id} of {self.ref_id} at {self.fqcn})"
+
+
+class LazyDownloadRefDecomposer(stock_via_downloader.LazyDownloadRefDecomposer):
+    """Sends references on; each says itself to which payload it belongs, so that a message may mix them."""
+
+    def supported_type(self) -> type:
+        """Return NVFlare's reference type: ours is sent under its name."""
+        return stock_via_downloader.LazyDownloadRef  # type: ignore[no-any-return]
+
+    def decompose(self, target: Any, manager: Any = None) -> dict[str, Any]:
+        """Encode a reference."""
+        handler = fobs.get_dot_handler(target.dot)
+        if handler is None:
+            raise TransferError(
+                f"a reference of kind {target.dot} cannot be sent on: nothing is registered for that kind here; "
+                "call nvflare_lazy.install() first"
+            )
+        return {**handler.decompose(target, manager), "lazy_dot": target.dot}
+
+
+def clear_download_initiated() -> None:
+    """Forget whether this thread has sent anything that has to be downloaded from this process."""
+    _thread.initiated = False
+
+
+def was_download_initiated() -> bool:
+    """Whether this thread, since `clear_download_initiated`, has sent something that has to be downloaded from here.
+
+    A process that did must not exit before it was.
+    """
+    return bool(getattr(_thread, "initiated", False))
+
+
+def note_download_initiated() -> None:
+    """Remember that this thread has sent something that has to be downloaded from this process."""
+    _thread.initiated = True

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words two peers with this package speak: an offer, requests for ranges of bytes, and the bytes.
+
+The offer rides in the state of NVFlare's own download protocol, where a stock peer echoes what it does not know.
+Requests and data are messages of their own on NVFlare's download channel, so that whatever guards a site puts on that
+channel hold for them, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nvflare.fuel.f3.streaming.download_service import OBJ_DOWNLOADER_CHANNEL
+
+from nvflare_lazy.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from nvflare.fuel.f3.message import Message
+
+CHANNEL = OBJ_DOWNLOADER_CHANNEL
+REQUEST_TOPIC = "nvflare_lazy__request"
+DATA_TOPIC = "nvflare_lazy__data"
+# The key of the offer in a download's state, and of our part of a message's headers.
+KEY = "nvflare_lazy"
+VERSION = 1
+
+# One message. Larger ones are hardly faster and each takes its size several times over on both ends.
+SEGMENT_BYTES = 1 << 20
+# What a sender answers at most, whatever a later release asks for.
+MOST_BYTES_A_REQUEST = 8 << 20
+
+# What a request can be about.
+MANIFEST = "manifest"
+DATA = "data"
+ITEM = "item"
+ABOUT = "about"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a sender says of a payload before it sends any of it."""
+
+    items: int
+    nbytes: int
+    manifest_nbytes: int
+
+    def to_state(self) -> dict[str, int]:
+        """Return it as it travels."""
+        return {"v": VERSION, "items": self.items, "nbytes": self.nbytes, "manifest": self.manifest_nbytes}
+
+    @classmethod
+    def from_state(cls, state: object) -> Offer | None:
+        """Read an offer; None if there is none that this release understands."""
+        if not isinstance(state, dict) or state.get("v") != VERSION:
+            return None
+        items, nbytes, manifest = (_count(state.get(key)) for key in ("items", "nbytes", "manifest"))
+        if items is None or nbytes is None or manifest is None:
+            raise ProtocolError(f"an offer that makes no sense: {str(state)[:200]}")
+        return cls(items, nbytes, manifest)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Ask for a range of bytes.
+
+    Attributes:
+        transfer: The receiver's own number for the transfer; comes back with the bytes.
+        ref_id: What NVFlare calls the payload.
+        what: The manifest, the run of all bytes, or one item.
+        start: First byte.
+        count: How many.
+        item: The item's name, if it is about one.
+    """
+
+    transfer: str
+    ref_id: str
+    what: str
+    start: int
+    count: int
+    item: str | None = None
+
+    def to_headers(self) -> dict[str, Any]:
+        """Return it as it travels."""
+        fields = {"to": self.transfer, "ref": self.ref_id, "what": self.what, "at": self.start, "n": self.count}
+        return {KEY: fields if self.item is None else {**fields, "item": self.item}}
+
+    @classmethod
+    def from_message(cls, message: Message) -> Request:
+        """Read a request, believing nothing."""
+        fields = message.get_header(KEY)
+        if not isinstance(fields, dict):
+            raise ProtocolError("a request without its fields")
+        transfer, ref_id, what = (_text(fields.get(key)) for key in ("to", "ref", "what"))
+        start, count = (_count(fields.get(key)) for key in ("at", "n"))
+        item = fields.get("item")
+        if (
+            transfer is None
+            or ref_id is None
+            or what is None
+            or start is None
+            or count is None
+            or count > MOST_BYTES_A_REQUEST
+            or not (item is None or isinstance(item, str))
+        ):
+            raise ProtocolError(f"a request that makes no sense: {str(fields)[:200]}")
+        return cls(transfer, ref_id, what, start, count, item)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Bytes that were asked for, or why there are none."""
+
+    transfer: str
+    start: int
+    error: str | None = None
+
+    def to_headers(self) -> dict[str, Any]:
+        """Return it as it travels."""
+        fields: dict[str, Any] = {"to": self.transfer, "at": self.start}
+        return {KEY: fields if self.error is None else {**fields, "error": self.error}}
+
+    @classmethod
+    def from_message(cls, message: Message) -> Data | None:
+        """Read the fields of data; None if they are none."""
+        fields = message.get_header(KEY)
+        if not isinstance(fields, dict) or not isinstance(fields.get("to"), str) or type(fields.get("at")) is not int:
+            return None
+        error = fields.get("error")
+        return cls(fields["to"], fields["at"], None if error is None else str(error)[:1000])
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and type(value) is int and 0 <= value < 1 << 62 else None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and len(value) <= 200 else None

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cells in processes of their own, which tests tell what to do.
+
+A peer runs functions of this package's test modules: they get its `State` and return something that can be pickled.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+CHANNEL = "nvflare_lazy_tests"
+TOPIC = "payload"
+
+
+@dataclass
+class State:
+    """What a peer knows."""
+
+    fqcn: str
+    plugin: bool
+    cell: Any
+    scratch_root: str | None = None
+    payloads: list[Any] = field(default_factory=list)
+    kept: dict[str, Any] = field(default_factory=dict)
+    arrived: threading.Event = field(default_factory=threading.Event)
+
+
+class Peer:
+    """A process with a cell."""
+
+    def __init__(self, fqcn: str, port: int, plugin: bool, scratch_root: str | None = None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.fqcn = fqcn
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_main, args=(theirs, fqcn, port, plugin, scratch_root), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._started = False
+
+    def wait_until_up(self) -> None:
+        if not self._started:
+            self._receive(60)
+            self._started = True
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Let the peer do something; `result()` waits for it."""
+        self.wait_until_up()
+        self._ours.send((function, args, kwargs))
+
+    def result(self, timeout: float = 100) -> Any:
+        return self._receive(timeout)
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.start(function, *args, **kwargs)
+        return self.result()
+
+    def _receive(self, timeout: float) -> Any:
+        if not self._ours.poll(timeout):
+            raise TimeoutError(f"{self.fqcn} has not answered in {timeout} s")
+        ok, value = self._ours.recv()
+        if not ok:
+            raise AssertionError(f"in {self.fqcn}: {value}")
+        return value
+
+    def kill(self) -> None:
+        """End the process as a crash does."""
+        os.kill(self.pid, signal.SIGKILL)
+        self._process.join(10)
+
+    def stop(self) -> None:
+        """Freeze the process; `resume` lets it go on."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join(10)
+        self._ours.close()
+
+
+class Net:
+    """A server cell and its clients."""
+
+    def __init__(self, scratch_root: str | None = None, **clients: bool) -> None:
+        self.port = free_port()
+        self._scratch_root = scratch_root
+        self.peers: dict[str, Peer] = {}
+        for name, plugin in clients.items():
+            self.add(name, plugin)
+        for peer in self.peers.values():
+            peer.wait_until_up()
+
+    def add(self, name: str, plugin: bool) -> Peer:
+        # Names as NVFlare gives them: a cell of a job is below the one of its site.
+        fqcn = name.replace("__", ".").replace("_", "-")
+        self.peers[name] = peer = Peer(fqcn, self.port, plugin, self._scratch_root)
+        return peer
+
+    def __getitem__(self, name: str) -> Peer:
+        return self.peers[name]
+
+    def close(self) -> None:
+        for peer in self.peers.values():
+            peer.close()
+
+    def __enter__(self) -> Net:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def _main(pipe: Any, fqcn: str, port: int, plugin: bool, scratch_root: str | None) -> None:
+    try:
+        state = _start(fqcn, port, plugin, scratch_root)
+        pipe.send((True, None))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        return
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            answer = (True, function(state, *args, **kwargs))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        try:
+            pipe.send(answer)
+        except (ValueError, TypeError, AttributeError) as error:
+            pipe.send((False, f"the answer cannot be pickled: {error}"))
+
+
+def _start(fqcn: str, port: int, plugin: bool, scratch_root: str | None) -> State:
+    logging.basicConfig(level=os.environ.get("PEER_LOG", "CRITICAL"))
+    from nvflare.fuel.f3.cellnet.cell import Cell
+
+    if plugin:
+        if scratch_root is not None:
+            os.environ["NVFLARE_LAZY_SCRATCH"] = scratch_root
+        from nvflare_lazy.transport.registration import install
+
+        assert install().complete
+    else:
+        from nvflare.app_common.decomposers.numpy_decomposers import NumpyArrayDecomposer
+        from nvflare.app_opt.pt.decomposers import TensorDecomposer
+        from nvflare.fuel.utils import fobs
+
+        fobs.register(TensorDecomposer)
+        fobs.register(NumpyArrayDecomposer)
+    cell = Cell(
+        fqcn=fqcn,
+        root_url=f"tcp://127.0.0.1:{port}",
+        secure=False,
+        credentials={},
+        create_internal_listener=False,
+    )
+    cell.start()
+    state = State(fqcn, plugin, cell, scratch_root)
+    cell.register_request_cb(channel=CHANNEL, topic=TOPIC, cb=lambda message: _take(state, message))
+    deadline = time.monotonic() + 30
+    while not cell.core_cell.is_backbone_ready() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return state
+
+
+def _take(state: State, message: Any) -> Any:
+    from nvflare.fuel.f3.cellnet.defs import ReturnCode
+    from nvflare.fuel.f3.cellnet.utils import make_reply
+
+    state.payloads.append(message.payload)
+    state.arrived.set()
+    return make_reply(ReturnCode.OK)

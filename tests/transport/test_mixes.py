@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every mix of stock and plugin peers, of tensors and arrays, of memory and disk: what arrives is what was sent."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.transport import scenes
+from tests.transport.peers import Net
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory):
+    with Net(str(tmp_path_factory.mktemp("scratch")), server=True, site_1=True, site_2=False) as net:
+        yield net
+
+
+@pytest.fixture(params=["one", "ten", "many", "dtypes", "odd"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(params=["torch", "numpy"])
+def family(request):
+    return request.param
+
+
+def exchange(net, sender, receiver, family, kind, lazy=False):
+    """Send a payload and return what is wrong with what arrived."""
+    code = net[sender].call(scenes.send, net[receiver].fqcn, family, kind)
+    assert code == "ok"
+    wrong = net[receiver].call(scenes.compare, family, kind, lazy)
+    net[receiver].call(scenes.forget)
+    return wrong
+
+
+@pytest.mark.parametrize("sender", ["site_1", "site_2"], ids=["plugin", "stock"])
+@pytest.mark.parametrize("to_disk", [False, True], ids=["to memory", "to disk"])
+def test_to_plugin(net, sender, family, kind, to_disk):
+    """A receiver with the plugin gets the same values from both kinds of sender, in memory and on disk."""
+    if sender == "site_2" and kind == "odd":
+        kind = "odd for stock"
+    net["server"].call(scenes.offload, to_disk)
+    assert exchange(net, sender, "server", family, kind, lazy=to_disk) == []
+    assert net["server"].call(scenes.scratch_files) == []
+
+
+def test_to_stock(net, family, kind):
+    """A stock receiver gets the same values from a sender with the plugin."""
+    assert exchange(net, "server", "site_2", family, kind) == []
