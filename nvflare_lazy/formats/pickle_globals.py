@@ -65,8 +65,11 @@ def find_global(path: str, module: str, name: str) -> object:
     found = _allowed().get(f"{module}.{name}")
     if found is not None:
         return found
-    if name in _STORAGE_DTYPES and (module == "torch" or module.startswith("torch.")):
-        return StorageType(name, getattr(torch, _STORAGE_DTYPES[name]))
+    if module == "torch" or module.startswith("torch."):
+        if name in _STORAGE_DTYPES:
+            return StorageType(name, getattr(torch, _STORAGE_DTYPES[name]))
+        if name.endswith("Tensor") and f"{name.removesuffix('Tensor')}Storage" in _STORAGE_DTYPES:
+            return Global(f"{module}.{name}", _nothing)
     _refuse(path, f"{module}.{name}"[:200])
 
 
