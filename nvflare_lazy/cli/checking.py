@@ -24,14 +24,14 @@ from nvflare_lazy.formats.lazy_data import HEAD_BYTES, sniff_pytorch
 from nvflare_lazy.formats.safetensors_reader import UntypedEntry
 from nvflare_lazy.formats.zip_archive import read_directory
 from nvflare_lazy.tensors import dtypes
-from nvflare_lazy.tensors.byte_source import FileSource, OpenFile
+from nvflare_lazy.tensors.byte_source import FileSource
 from nvflare_lazy.tensors.raw_bytes import storage_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from nvflare_lazy.formats.zip_archive import ZipRecord
-    from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.tensors.byte_source import ByteSource, OpenFile
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor
     from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 
@@ -62,16 +62,17 @@ class _Step:
     run: Callable[[Callable[[int], None]], str | None]
 
 
-def check(file: str, *, finite: bool = False) -> Report:
+def check(file: str, *, section: str | None = None, finite: bool = False) -> Report:
     """Read all of a checkpoint.
 
     Args:
         file: The checkpoint, as `nvflare_lazy.open` takes it.
+        section: The part of a training checkpoint to check.
         finite: Whether NaN and infinite values are problems.
     """
     try:
-        tensors = nvflare_lazy.open(file)
-        sums = list(_checksum_steps(file))
+        tensors = nvflare_lazy.open(file, section=section)
+        sums = list(_checksum_steps(tensors))
     except (NVFlareLazyError, OSError) as error:
         return Report(problems=[error_line(error)])
     report = Report(len(tensors), tensors.nbytes)
@@ -87,16 +88,15 @@ def check(file: str, *, finite: bool = False) -> Report:
     return report
 
 
-def _checksum_steps(file: str) -> Iterator[_Step]:
-    """Yield the records of a zip archive, the only kind of checkpoint that has checksums."""
-    if not os.path.isfile(file):
-        return
-    opened = OpenFile(file)
-    head = bytearray(min(HEAD_BYTES, opened.size))
-    opened.read_into(memoryview(head), 0)
-    if sniff_pytorch(bytes(head)) == "zip":
-        for name, record in read_directory(opened).items():
-            yield _Step(f"record {printable(name)}", record.nbytes, partial(_check_sum, opened, record))
+def _checksum_steps(tensors: LazyTensorDict) -> Iterator[_Step]:
+    """Yield the records of the zip archives a checkpoint is in, the only kind of file that has checksums."""
+    places = (entry.source.file_range() for entry in tensors.entries.values())
+    for file in dict.fromkeys(place[0] for place in places if place is not None):
+        head = bytearray(min(HEAD_BYTES, file.size))
+        file.read_into(memoryview(head), 0)
+        if sniff_pytorch(bytes(head)) == "zip":
+            for name, record in read_directory(file).items():
+                yield _Step(f"record {printable(name)}", record.nbytes, partial(_check_sum, file, record))
 
 
 def _reading_steps(tensors: LazyTensorDict, finite: bool, is_read: bool) -> Iterator[_Step]:

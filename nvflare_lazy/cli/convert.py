@@ -63,15 +63,19 @@ def convert(
     nbytes = sum(meta_of(name, entry, dtype=to_dtype).nbytes for name, entry in tensors.entries.items())
     with progress("Converting", nbytes) as done:
         saved = nvflare_lazy.save(tensors, target, max_shard_size=max_shard_size, dtype=to_dtype, progress=done)
-    click.echo(f"{printable(str(saved))}: {count(len(tensors), 'tensor')}, {format_size(nbytes)}")
+    saved_as = os.path.join(os.path.dirname(target), saved.name)
+    click.echo(f"{printable(saved_as)}: {count(len(tensors), 'tensor')}, {format_size(nbytes)}")
     if tensors.extras:
         left_out = ", ".join(printable(name) for name in tensors.extras)
         click.echo(f"Left out, being no tensors: {left_out}", err=True)
 
 
 def _check_free(target: str, force: bool) -> None:
-    from nvflare_lazy.formats.shard_names import index_of
+    from nvflare_lazy.formats.shard_names import index_of, parse_shard_name, stem_of
 
-    for path in (target, index_of(target)):
-        if os.path.lexists(path) and not force:
-            raise click.ClickException(f"{printable(path)} exists; --force replaces it")
+    directory = os.path.dirname(target) or "."
+    names = os.listdir(directory)
+    shards = {name for name in names if (shard := parse_shard_name(name)) and shard.stem == stem_of(target)}
+    taken = sorted(shards.union(names) & {os.path.basename(target), os.path.basename(index_of(target)), *shards})
+    if taken and not force:
+        raise click.ClickException(f"{printable(os.path.join(directory, taken[0]))} exists; --force replaces it")

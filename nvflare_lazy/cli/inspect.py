@@ -54,11 +54,15 @@ def inspect(file: str, section: str | None, match: re.Pattern[str] | None, as_js
                 {"name": row.name, "dtype": row.dtype, "shape": row.shape, "nbytes": row.nbytes} for row in rows
             ],
         }
-        json.dump(document, sys.stdout, indent=2)
+        json.dump(document, sys.stdout)
         sys.stdout.write("\n")
         return
-    _print_rows(rows)
-    _print_totals(altogether, by_dtype, of=len(tensors))
+    if rows:
+        _print_rows(rows)
+        click.echo()
+    if match is not None:
+        click.echo(f"{len(rows):,} of {count(len(tensors), 'tensor')} match")
+    _print_totals(altogether, by_dtype)
     _print_pairs("metadata", tensors.metadata)
     _print_pairs("also in the file", tensors.extras)
 
@@ -66,31 +70,27 @@ def inspect(file: str, section: str | None, match: re.Pattern[str] | None, as_js
 def _print_rows(rows: list[Row]) -> None:
     from nvflare_lazy.tensors.sizes import format_size
 
-    if not rows:
-        return
     cells = [[printable(row.name), row.dtype, str(list(row.shape)), format_size(row.nbytes)] for row in rows]
-    head, *body = columns([["NAME", "DTYPE", "SHAPE", "SIZE"], *cells], right={3})
-    click.secho(head, bold=True)
-    sys.stdout.writelines(f"{line}\n" for line in body)
-    click.echo()
+    _print_table([["NAME", "DTYPE", "SHAPE", "SIZE"], *cells], right={3})
 
 
-def _print_totals(altogether: Total, by_dtype: dict[str, Total], of: int) -> None:
+def _print_totals(altogether: Total, by_dtype: dict[str, Total]) -> None:
     from nvflare_lazy.tensors.sizes import format_size
 
-    tensors = count(altogether.tensors, "tensor") + ("" if altogether.tensors == of else f" of {of:,}")
-    click.echo(f"{tensors}, {count(altogether.elements, 'element')}, {format_size(altogether.nbytes)}")
-    cells = [
-        ["", dtype, count(total.tensors, "tensor"), count(total.elements, "element"), format_size(total.nbytes)]
-        for dtype, total in sorted(by_dtype.items(), key=lambda item: -item[1].nbytes)
-    ]
-    for line in columns(cells, right={2, 3, 4}):
-        click.echo(line)
+    totals = [*sorted(by_dtype.items(), key=lambda item: -item[1].nbytes), ("total", altogether)]
+    cells = [[name, f"{total.tensors:,}", f"{total.elements:,}", format_size(total.nbytes)] for name, total in totals]
+    _print_table([["DTYPE", "TENSORS", "ELEMENTS", "SIZE"], *cells], right={1, 2, 3})
+
+
+def _print_table(cells: list[list[str]], right: set[int]) -> None:
+    head, *body = columns(cells, right)
+    click.secho(head, bold=True)
+    sys.stdout.writelines(f"{line}\n" for line in body)
 
 
 def _print_pairs(what: str, pairs: Mapping[str, Any]) -> None:
     if pairs:
-        click.echo(f"{what}:")
+        click.echo(f"\n{what}")
     for key, value in pairs.items():
         text = printable(value if isinstance(value, str) else reprlib.repr(value))
         click.echo(f"  {printable(key)}: {text[:_LONGEST_VALUE]}{'...' if len(text) > _LONGEST_VALUE else ''}")

@@ -11,6 +11,7 @@ import importlib
 import os
 import signal
 import sys
+from difflib import get_close_matches
 from importlib.util import find_spec
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, NoReturn
@@ -49,6 +50,16 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        known = self.list_commands(ctx)
+        if args[0] not in known and not args[0].startswith("-"):
+            close = get_close_matches(args[0], known, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}."
+            ctx.fail(f"No such command {args[0]!r}. {hint}")
+        return super().resolve_command(ctx, args)
+
 
 @click.group(
     cls=LazyGroup,
@@ -68,12 +79,8 @@ class Stopped(BaseException):
         self.signum = signum
 
 
-def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the program and end the process with its exit code.
-
-    Args:
-        args: The command line after the program's name; the process's own, if not given.
-    """
+def main() -> NoReturn:
+    """Run the process's command line, and end the process with the exit code of it."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # A name that the terminal's encoding lacks is no reason to fail.
@@ -82,21 +89,49 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         if signal.getsignal(signum) is signal.SIG_DFL:
             signal.signal(signum, _stop)
     try:
-        code = program.main(args, prog_name="nvflare-lazy", standalone_mode=False)
-        sys.stdout.flush()
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except (click.Abort, KeyboardInterrupt):
+        code = run(sys.argv[1:])
+        code = _flush() or code
+    except KeyboardInterrupt:
         _die_of(signal.SIGINT)
-    except Stopped as stopped:
-        _die_of(stopped.signum)
     except BrokenPipeError:
         _die_of(signal.SIGPIPE)
-    except (NVFlareLazyError, OSError) as error:
-        click.echo(f"Error: {error_line(error)}", err=True)
-        code = 1
+    except Stopped as stopped:
+        _die_of(stopped.signum)
     sys.exit(code)
+
+
+def run(args: Sequence[str]) -> int:
+    """Run a command line, without the program's name before it, and return its exit code."""
+    try:
+        # Not `program.main`, which would turn a broken pipe and Ctrl-C into errors.
+        with program.make_context("nvflare-lazy", list(args)) as context:
+            program.invoke(context)
+    except click.exceptions.Exit as ended:
+        return ended.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except BrokenPipeError:
+        raise
+    except (NVFlareLazyError, OSError) as error:
+        return _fail(error)
+    return 0
+
+
+def _fail(error: Exception) -> int:
+    click.echo(f"Error: {error_line(error)}", err=True)
+    return 1
+
+
+def _flush() -> int:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_output()
+        return _fail(error)
+    return 0
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
@@ -105,8 +140,12 @@ def _stop(signum: int, frame: FrameType | None) -> NoReturn:
 
 def _die_of(signum: int) -> NoReturn:
     """End as if the signal had never been caught: a shell that runs a loop or a pipe has to know."""
-    # What is left in the buffer of a broken pipe can go nowhere, and must not raise once more at exit.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _drop_output()
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)
     os._exit(128 + signum)
+
+
+def _drop_output() -> None:
+    """Let what could not be written to a broken pipe or a full disk go nowhere, and not raise once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

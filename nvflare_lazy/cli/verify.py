@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import click
 
+from nvflare_lazy.cli.options import section_option
 from nvflare_lazy.cli.wording import count, printable
 
 
 @click.command()
 @click.argument("files", metavar="FILE...", type=click.Path(), nargs=-1, required=True)
+@section_option
 @click.option("--finite", is_flag=True, help="Also fail on NaN and infinite values.")
 @click.pass_context
-def verify(context: click.Context, files: tuple[str, ...], finite: bool) -> None:
+def verify(context: click.Context, files: tuple[str, ...], section: str | None, finite: bool) -> None:
     """Check checkpoints and read all of their data.
 
     FILE is of any kind: a safetensors file, the index or the directory of a sharded one, or a PyTorch checkpoint.
@@ -29,7 +31,7 @@ def verify(context: click.Context, files: tuple[str, ...], finite: bool) -> None
 
     bad = 0
     for file in files:
-        report = check(file, finite=finite)
+        report = check(file, section=section, finite=finite)
         if report.problems:
             bad += 1
             click.echo(f"{printable(file)}: BAD")

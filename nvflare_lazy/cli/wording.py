@@ -25,9 +25,10 @@ def printable(text: str) -> str:
 
 def error_line(error: Exception) -> str:
     """Return what an error has to say in one line."""
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return printable(f"{error.filename}: {error.strerror}")
-    return " ".join(printable(line) for line in str(error).splitlines()) or type(error).__name__
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return printable(" ".join(text.splitlines())) or type(error).__name__
 
 
 def count(number: int, thing: str) -> str:

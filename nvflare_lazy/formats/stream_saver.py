@@ -6,6 +6,7 @@ The end of a round (the new global model), of a conversion, and of whatever a us
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from nvflare_lazy.errors import (
     RetypedTensorError,
     SurplusTensorError,
 )
+from nvflare_lazy.formats.cast_source import CastSource
 from nvflare_lazy.formats.safetensors_layout import StateDictMeta, TensorMeta, in_file_order
 from nvflare_lazy.formats.streaming_writer import StreamingWriter
 from nvflare_lazy.formats.strict_json import quoted
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 def save(
@@ -49,7 +53,7 @@ def save(
         path: The file; in a directory, the name is `model.safetensors`.
         metadata: Text to store with them; what a `LazyTensorDict` came with, if not given.
         max_shard_size: Split what is larger, for example than "5GB", into several files and an index.
-        dtype: Cast floating-point tensors to this type.
+        dtype: Cast floating-point tensors to this type. Values that are too large for it are logged as a warning.
         progress: Called with a number of bytes each time some were written.
 
     Returns:
@@ -64,9 +68,19 @@ def save(
     values = tensors.entries if isinstance(tensors, LazyTensorDict) else tensors
     promised = [meta_of(name, value, dtype=dtype) for name, value in values.items()]
     with StreamingWriter(path, promised, metadata=metadata, max_shard_size=max_shard_size) as writer:
+        overflows = {}
         for meta in in_file_order(promised):
-            writer.copy(meta.name, bytes_of(meta.name, values[meta.name], dtype=dtype), progress)
-        return writer.commit()
+            source = bytes_of(meta.name, values[meta.name], dtype=dtype)
+            writer.copy(meta.name, source, progress)
+            if isinstance(source, CastSource) and source.overflows:
+                overflows[meta.name] = source.overflows
+        saved = writer.commit()
+    if overflows:
+        logger.warning(
+            "%s: %d values, in %d tensors (%s the first), are too large for %s: they became infinite or its largest",
+            *(saved, sum(overflows.values()), len(overflows), quoted(next(iter(overflows))), dtype),
+        )
+    return saved
 
 
 def save_safetensors_streaming(
