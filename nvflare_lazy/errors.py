@@ -6,9 +6,9 @@
     │   ├── ImmutableTensorError (RuntimeError)      an in-place write to a lazy tensor or array
     │   ├── SourceError (OSError)                    the bytes behind a tensor cannot be read any more
     │   │   ├── TruncatedSourceError                 fewer bytes than the tensor's shape promises
-    │   │   └── ReleasedSourceError                  the scratch it lived in has been given back
-    │   ├── UnsupportedDtypeError (TypeError)        a dtype that the asked-for form cannot hold
-    │   └── UnsupportedTensorError (TypeError)       a tensor without dense elements: sparse, quantized, meta
+    │   │   ├── ReleasedSourceError                  the scratch it lived in has been given back
+    │   │   └── UnsupportedTensorError               no dense elements in the file: sparse, quantized, meta
+    │   └── UnsupportedDtypeError (TypeError)        a dtype that the asked-for form cannot hold
     ├── ScratchError (OSError)                       the disk a run may use cannot be used as asked
     │   ├── QuotaExceededError                       more bytes than the job's quota
     │   ├── DiskFullError                            no space left, or less than has to stay free
@@ -132,7 +132,7 @@ class UnsupportedDtypeError(LazyTensorError, TypeError):
     """A dtype that the target form (NumPy, safetensors) has no place for."""
 
 
-class UnsupportedTensorError(LazyTensorError, TypeError):
+class UnsupportedTensorError(SourceError):
     """A tensor of a checkpoint has no dense elements that could be read: it is sparse, quantized or meta."""
 
 
