@@ -104,7 +104,7 @@ class SpaceAccount:
 
     def _check_room(self, nbytes: int) -> None:
         needed = self._pending + nbytes + self.min_free
-        if self._written < LOOK_EVERY and self._free - self._written >= needed:
+        if self._written + nbytes < LOOK_EVERY and self._free - self._written >= needed:
             return
         self._look()
         needed = self._pending + nbytes + self.min_free

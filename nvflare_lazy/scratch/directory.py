@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nvflare_lazy.errors import ForkedScratchError, ReleasedScratchError
+from nvflare_lazy.errors import ForkedScratchError, ReleasedScratchError, ScratchError
 from nvflare_lazy.scratch.descriptors import close_private, keep_private
 from nvflare_lazy.scratch.refusals import named
 from nvflare_lazy.scratch.trees import make_private_directory, remove_tree
@@ -85,7 +85,11 @@ class DownloadDirectory:
 
     @contextlib.contextmanager
     def writing(self, file: OpenForWriting | None = None) -> Iterator[None]:
-        """Keep the directory, and the file, from being closed while the block runs; raise if they are already."""
+        """Keep the directory, and the file, from being closed while the block runs.
+
+        Raises:
+            ReleasedScratchError: If the directory was released before, or is when the block is left.
+        """
         if os.getpid() != self._pid:
             raise ForkedScratchError(
                 f"the scratch of download {self.title} belongs to process {self._pid}, which forked this one; open a "
@@ -99,6 +103,11 @@ class DownloadDirectory:
             self._writers.append(writer)
         try:
             yield
+        except ScratchError:
+            self.check_wanted()  # whatever a release in the middle made go wrong
+            raise
+        else:
+            self.check_wanted()
         finally:
             with self._change:
                 self._writers.remove(writer)

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quota is exact, whatever the order of expecting, writing and giving back."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nvflare_lazy.errors import DiskFullError, QuotaExceededError
+from nvflare_lazy.scratch import JobScratch, account
+from tests.scratch.conftest import write_without_end
+
+
+@pytest.fixture
+def job(root):
+    with JobScratch.open(root, job="job", quota=1000, min_free=0) as job:
+        yield job
+
+
+def test_quota_bounds_a_sender_that_never_ends(job):
+    """Writing on and on ends at the quota, and the next download has all of it again."""
+    download = job.download()
+    file = download.new_file()
+    with pytest.raises(QuotaExceededError, match="1000 B, of which 980 B are used"):
+        write_without_end(file, bytes(70))
+    assert job.used == job.peak == 980
+    assert file.size == 980
+    download.release()
+    assert job.used == 0
+    job.download().new_file().write(bytes(1000))
+
+
+def test_far_away_offset_counts(job):
+    """One byte at a far offset claims all that comes before it, before anything is written."""
+    file = job.download().new_file()
+    with pytest.raises(QuotaExceededError):
+        file.pwrite(b"x", 1000)
+    assert file.size == job.used == 0
+    file.pwrite(b"x", 999)
+    assert job.used == 1000
+    file.pwrite(bytes(1000), 0)
+    assert job.used == 1000
+
+
+def test_expected_bytes_are_taken_first(job):
+    """What a download expects is held from the start, and is not counted twice when it comes."""
+    first = job.download(expect=600)
+    assert (job.used, job.free()) == (600, 400)
+    with pytest.raises(QuotaExceededError):
+        job.download(expect=401)
+    assert len(list(job.path.iterdir())) == 1
+    first.new_file().write(bytes(500))
+    assert job.used == 600
+    file = first.new_file()
+    file.write(bytes(300))
+    assert job.used == first.nbytes == 800
+    second = job.download(expect=200)
+    second.new_file().write(bytes(50))
+    second.settle()
+    assert second.nbytes == 50
+    second.settle()
+    second.release()
+    first.release()
+    assert (job.used, job.peak, job.free()) == (0, 1000, 1000)
+
+
+def test_negative_expectation(job):
+    """A size that a stranger sent is not used to lower what is held."""
+    with pytest.raises(ValueError, match="-1 bytes"):
+        job.download(expect=-1)
+    with pytest.raises(ValueError, match="no offset"):
+        job.download().new_file().pwrite(b"x", -1)
+    assert job.used == 0
+
+
+def test_many_threads_get_exactly_the_quota(root):
+    """However many threads ask at once, what is given out is the quota, to the byte."""
+    with JobScratch.open(root, job="job", quota=1 << 20, min_free=0) as job:
+        downloads = [job.download() for _ in range(16)]
+        got = []
+
+        def take_all(download):
+            file, mine = download.new_file(), 0
+            try:
+                while True:
+                    mine += file.write(bytes(64))
+            except QuotaExceededError:
+                got.append(mine)
+
+        threads = [threading.Thread(target=take_all, args=(download,)) for download in downloads]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(got) == 16
+        assert sum(got) == job.used == job.peak == 1 << 20
+        assert job.free() == 0
+        for download in downloads:
+            download.release()
+        assert job.used == 0
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["open", "expect", "write", "preallocate", "finish", "settle", "release", "forget"]),
+        st.integers(0, 3),
+        st.integers(0, 400),
+        st.integers(0, 400),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60)
+@given(steps=STEPS)
+def test_account_agrees_with_a_model(tmp_path_factory, steps):
+    """After any steps what is used is what files hold and downloads still expect, and at the end it is nothing."""
+    with JobScratch.open(tmp_path_factory.mktemp("root"), job="job", quota=1500, min_free=0) as job:
+        downloads = [_Modelled(job) for _ in range(4)]
+        for step, which, offset, size in steps:
+            downloads[which].do(step, offset, size)
+            assert job.used == sum(download.held for download in downloads) <= 1500
+        for download in downloads:
+            download.do("release", 0, 0)
+        assert (job.used, job.free(), job._account._pending) == (0, 1500, 0)
+
+
+class _Modelled:
+    """A download beside the arithmetic that should describe it."""
+
+    def __init__(self, job):
+        self.job = job
+        self.clear()
+
+    def clear(self):
+        self.download = self.file = None
+        self.expected = self.in_files = self.file_held = self.file_end = 0
+
+    @property
+    def held(self):
+        return self.expected + self.in_files + self.file_held
+
+    def do(self, step, offset, size):
+        room = 1500 - self.job.used
+        if step in ("release", "forget"):
+            if step == "release" and self.download:
+                self.download.release()
+            self.clear()
+        elif self.download is None:
+            self.download = self.job.download()
+        elif step == "expect":
+            self.expected += self.tried(lambda: self.download.expect(size), size, room)
+        elif step == "settle":
+            self.download.settle()
+            self.expected = 0
+        elif self.file is None:
+            self.file = self.download.new_file()
+        elif step == "finish":
+            self.file.finish()
+            self.in_files += self.file_end
+            self.file, self.file_held, self.file_end = None, 0, 0
+        elif step in ("write", "preallocate"):
+            end = offset + size
+            more = max(0, end - self.file_held)
+            act = (
+                (lambda: self.file.pwrite(bytes(size), offset))
+                if step == "write"
+                else (lambda: self.file.preallocate(end))
+            )
+            beyond = max(0, more - self.expected)
+            if self.tried(act, beyond, room) == beyond and beyond <= room:
+                self.expected -= more - beyond
+                self.file_held += more
+                if step == "write" and size:
+                    self.file_end = max(self.file_end, end)
+
+    @staticmethod
+    def tried(act, nbytes, room):
+        """Do it; return how many bytes it should have held."""
+        if nbytes <= room:
+            act()
+            return nbytes
+        with pytest.raises(QuotaExceededError):
+            act()
+        return 0
+
+
+class _Disk:
+    """A disk as statvfs tells of it."""
+
+    def __init__(self, free):
+        self.free = free
+        self.looks = 0
+
+    def statvfs(self, place):
+        self.looks += 1
+        return self
+
+    @property
+    def f_bavail(self):
+        return self.free
+
+    f_frsize = 1
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """A made-up disk with a hundred million bytes."""
+    disk = _Disk(100_000_000)
+    monkeypatch.setattr(account.os, "statvfs", disk.statvfs)
+    return disk
+
+
+def test_guard_keeps_what_must_stay_free(disk):
+    """What is on its way to the disk counts as if it were there, and the refusal says what to do."""
+    space = account.SpaceAccount("/place", None, 10_000_000)
+    space.hold(60_000_000)
+    with pytest.raises(DiskFullError, match=r"/place has 95.4 MiB free.*lower min_free"):
+        space.hold(30_000_001)
+    assert space.free() == 30_000_000
+    space.hold(30_000_000)
+
+
+def test_guard_sees_other_programs(disk):
+    """A disk that somebody else fills ends the write, before it is full."""
+    space = account.SpaceAccount("/place", None, 10_000_000)
+    space.hold(80_000_000)
+    disk.free = 40_000_000
+    space.wrote(account.LOOK_EVERY // 2)
+    with pytest.raises(DiskFullError):
+        space.wrote(account.LOOK_EVERY // 2)
+
+
+def test_guard_looks_now_and_then(disk):
+    """Looking at the disk at every write would be waste."""
+    space = account.SpaceAccount("/place", None, 0)
+    for _ in range(1000):
+        space.hold(50_000)
+        disk.free -= 50_000
+        space.wrote(50_000)
+    assert disk.looks <= 2 + 50_000_000 // account.LOOK_EVERY
+    disk.free = 0
+    with pytest.raises(DiskFullError):
+        space.hold(account.LOOK_EVERY)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scratch and the ends of processes: killed, terminated, forked, or simply done."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from nvflare_lazy.scratch import JobScratch, list_scratch, reclaim
+from tests.scratch.conftest import names
+
+OWNER = """
+import sys
+from nvflare_lazy.scratch import JobScratch
+
+jobs = [JobScratch.open(sys.argv[1], job=f"job {number}", min_free=0) for number in range(int(sys.argv[2]))]
+files = [job.download("from site-1").new_file() for job in jobs]
+for file in files:
+    file.write(bytes(1000))
+print(jobs[0].path, flush=True)
+sys.stdin.readline()
+files[0].finish()
+print("alive", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_owner_is_reclaimed_at_the_next_start(start_child, root, how):
+    """`kill -9` in the middle of a download leaves a directory that the next start removes; SIGTERM does no worse."""
+    child = start_child(OWNER, root, 1)
+    path = child.says()
+    child.kill(how)
+    assert os.path.exists(path)
+    assert [report.alive for report in list_scratch(root)] == [False]
+    with JobScratch.open(root, job="next", min_free=0) as job:
+        assert [(str(one.path), one.job, one.nbytes) for one in job.reclaimed] == [(path, "job 0", 1000)]
+        assert job.reclaimed[0].owner.startswith(f"process {child.pid} ")
+        assert not os.path.exists(path)
+
+
+def test_living_owner_is_not_touched(start_child, root):
+    """Other processes start, reclaim and end; the one that lives goes on writing."""
+    child = start_child(OWNER, root, 1)
+    path = child.says()
+    with JobScratch.open(root, job="next", min_free=0) as job:
+        assert job.reclaimed == ()
+    assert reclaim(root, other_hosts=True) == []
+    assert [(str(report.path), report.alive, report.nbytes) for report in list_scratch(root)] == [(path, True, 1000)]
+    child.go_on()
+    assert child.says() == "alive"
+    assert child.ends() == 0
+    assert names(root) == []
+
+
+RECLAIMER = """
+import sys
+from nvflare_lazy.scratch import reclaim
+
+print(flush=True)
+sys.stdin.readline()
+print(",".join(one.job for one in reclaim(sys.argv[1])), flush=True)
+"""
+
+
+def test_processes_that_reclaim_at_once(start_child, root):
+    """Each dead directory is reclaimed by exactly one of them, and none of them fails."""
+    owner = start_child(OWNER, root, 30)
+    owner.says()
+    owner.kill(signal.SIGKILL)
+    reclaimers = [start_child(RECLAIMER, root) for _ in range(4)]
+    for reclaimer in reclaimers:
+        reclaimer.says()
+    for reclaimer in reclaimers:
+        reclaimer.go_on()
+    reclaimed = [job for reclaimer in reclaimers for job in reclaimer.says().split(",") if job]
+    assert sorted(reclaimed) == sorted(f"job {number}" for number in range(30))
+    assert [reclaimer.ends() for reclaimer in reclaimers] == [0] * 4
+    assert names(root) == []
+
+
+ENDING = """
+import sys, threading
+from nvflare_lazy.scratch import JobScratch, current_job_scratch
+from nvflare_lazy.tensors.byte_source import OpenFile
+
+job = JobScratch.open(sys.argv[1], job="job", min_free=0)
+file = job.download().new_file()
+file.write(b"abc")
+kept = OpenFile(file.finish(), keep_alive=file)
+current_job_scratch().download().new_file().write(b"abc")
+if "writing" in sys.argv[2]:
+    busy = job.download()
+    def write_on_and_on():
+        while True:
+            with busy.new_file() as file:
+                file.write(bytes(100000))
+    for _ in range(3):
+        threading.Thread(target=write_on_and_on, daemon=True).start()
+threading.excepthook = lambda arguments: None
+if "exception" in sys.argv[2]:
+    raise RuntimeError("the script fails")
+if "exit" in sys.argv[2]:
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "exit", "writing", "writing, exit"])
+def test_end_of_the_interpreter_cleans_up(start_child, root, monkeypatch, how):
+    """A process that ends without releasing anything, even in the middle of writing, leaves an empty root."""
+    monkeypatch.setenv("NVFLARE_LAZY_SCRATCH", str(root))
+    child = start_child(ENDING, root, how)
+    assert child.ends() == (3 if "exit" in how else 0)
+    assert names(root) == []
+
+
+FORKING = """
+import os, sys
+from nvflare_lazy.errors import ForkedScratchError
+from nvflare_lazy.scratch import JobScratch, current_job_scratch, reclaim, use_job_scratch
+
+job = JobScratch.open(sys.argv[1], job="of the parent", min_free=0)
+use_job_scratch(job)
+download = job.download()
+file = download.new_file()
+file.write(b"abc")
+if os.fork() == 0:
+    refused = 0
+    for use in (lambda: file.write(b"x"), file.finish, download.new_file, job.download, lambda: download.expect(1)):
+        try:
+            use()
+        except ForkedScratchError as error:
+            assert "JobScratch in each process" in str(error)
+            refused += 1
+    reclaimed = reclaim(sys.argv[1], other_hosts=True)
+    own = current_job_scratch()
+    own.download().new_file().write(b"of the child")
+    different = own is not job
+    file.close()
+    download.release()
+    job.release()
+    print(refused, reclaimed, different, own.root == job.root, flush=True)
+    sys.exit(0)  # runs finalizers
+os.wait()
+file.write(b"def")
+print(file.finish().read_bytes(), len(os.listdir(sys.argv[1])), flush=True)
+"""
+
+
+def test_forked_child_does_not_touch_what_its_parent_has(start_child, root, monkeypatch):
+    """In a child the parent's scratch refuses to be used, is not removed by anything, and a new one can be opened."""
+    monkeypatch.setenv("NVFLARE_LAZY_SCRATCH", str(root))
+    child = start_child(FORKING, root)
+    assert child.says() == "5 [] True True"
+    assert child.says() == "b'abcdef' 2"
+    assert child.ends() == 0
+    assert names(root) == []
+
+
+SURVIVED_BY_A_CHILD = """
+import os, sys
+from nvflare_lazy.scratch import JobScratch
+
+job = JobScratch.open(sys.argv[1], job="of the parent", min_free=0)
+file = job.download().new_file()
+file.write(bytes(1000))
+child = os.fork()
+if child:
+    os.write(1, f"{os.getpid()}\\n".encode())
+sys.stdin.readline()
+os._exit(0)
+"""
+
+
+def test_forked_child_does_not_keep_its_parent_alive(start_child, root):
+    """Children share their parent's locks; one that outlives it must not make its scratch look alive."""
+    parent = start_child(SURVIVED_BY_A_CHILD, root)
+    assert int(parent.says()) == parent.pid
+    assert reclaim(root) == []
+    parent.kill(signal.SIGKILL)
+    assert [one.job for one in reclaim(root)] == ["of the parent"]
+    parent.go_on()

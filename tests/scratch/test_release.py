@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An abort cannot race a write: release against writers, against itself, and from the most awkward places."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from nvflare_lazy.errors import ReleasedScratchError
+from nvflare_lazy.scratch import JobScratch, directory, scratch_file
+from tests.scratch.conftest import names
+
+
+def write_until_released(download, started):
+    """Make and write files until somebody releases the download; return what ended it."""
+    block = bytes(32 << 10)
+    try:
+        while True:
+            with download.new_file() as file:
+                started.set()
+                for number in range(8):
+                    file.pwrite(block, number * len(block))
+                file.finish()
+    except Exception as error:
+        return error
+
+
+@pytest.mark.parametrize("what", ["download", "job"])
+def test_release_races_eight_writers(root, what):
+    """The instant release returns nothing is left, and every writer ends with the one error that says why."""
+    rounds = {"download": 200, "job": 50}[what]
+    open_before = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(8) as pool, JobScratch.open(root, job="job", min_free=0) as outer:
+        for _ in range(rounds):
+            job = JobScratch.open(root, job="job", min_free=0) if what == "job" else outer
+            download = job.download()
+            started = threading.Event()
+            writers = [pool.submit(write_until_released, download, started) for _ in range(8)]
+            started.wait()
+            time.sleep(random.random() / 500)
+            (job if what == "job" else download).release()
+            assert not download.path.exists()
+            assert [type(writer.result()) for writer in writers] == [ReleasedScratchError] * 8
+            assert job.used == 0
+            assert what == "download" or not job.path.exists()
+        assert names(outer.path) == []
+    assert names(root) == []
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+def test_everybody_who_releases_finds_it_gone(job, monkeypatch):
+    """Two threads that release at once both come back only when the directory is gone."""
+    remove = directory.remove_tree
+
+    def slowly(*arguments, **named):
+        time.sleep(0.1)
+        return remove(*arguments, **named)
+
+    monkeypatch.setattr(directory, "remove_tree", slowly)
+    download = job.download()
+
+    def release_and_look(_):
+        download.release()
+        return download.path.exists()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(release_and_look, range(4))) == [False] * 4
+
+
+def test_long_write_is_cut_short(job, monkeypatch):
+    """Release does not wait for the end of a write of gigabytes, only for the piece that is under way."""
+    monkeypatch.setattr(scratch_file, "_PIECE", 4096)
+    download = job.download()
+    file = download.new_file()
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(file.write, bytes(256 << 20))
+        while file.size == 0:
+            time.sleep(0.001)
+        download.release()
+        assert file.size < 256 << 20
+        assert isinstance(writing.exception(), ReleasedScratchError)
+    assert job.used == 0
+
+
+@pytest.fixture
+def hanging_disk(monkeypatch):
+    """Writes that hang until the event is set."""
+    go_on, write = threading.Event(), os.pwrite
+
+    def hang(*arguments):
+        go_on.wait()
+        return write(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", hang)
+    yield go_on
+    go_on.set()
+
+
+def test_release_does_not_hang_with_the_disk(job, monkeypatch, hanging_disk, caplog):
+    """A write that does not come back is not waited for for ever, and cannot do harm when it does."""
+    monkeypatch.setattr(directory, "_PATIENCE", 0.2)
+    open_before = len(os.listdir("/proc/self/fd"))
+    download = job.download()
+    file = download.new_file()
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(file.write, bytes(1000))
+        while not download._directory._writers:
+            time.sleep(0.001)
+        download.release()
+        assert not download.path.exists()
+        assert "hanging" in caplog.text
+        hanging_disk.set()
+        assert isinstance(writing.exception(), ReleasedScratchError)
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert job.used == 0
+
+
+def overwrite_without_end(file):
+    while True:
+        file.pwrite(bytes(1 << 20), 0)
+
+
+def test_release_from_a_signal_handler(job):
+    """An abort signal finds its thread in the middle of a write: waiting for that would never end."""
+    open_before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        download = job.download()
+        file = download.new_file()
+        before = signal.signal(signal.SIGUSR1, partial(lambda download, *of_signal: download.release(), download))
+        try:
+            timer = threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGUSR1))
+            timer.start()
+            with pytest.raises(ReleasedScratchError):
+                overwrite_without_end(file)
+            timer.join()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert not download.path.exists()
+    file.close()
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert job.used == 0
+
+
+def test_collection_in_the_middle_of_everything(root):
+    """Downloads that only garbage collection ends may end inside of any call, in any thread, without a deadlock."""
+    thresholds = gc.get_threshold()
+
+    def make_garbage(_):
+        for _ in range(100):
+            download = job.download(expect=10)
+            download.new_file().write(bytes(100))
+            circle = [download]
+            circle.append(circle)
+
+    with JobScratch.open(root, job="job", min_free=0) as job:
+        gc.set_threshold(1, 1, 1)
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(make_garbage, range(4)))
+        finally:
+            gc.set_threshold(*thresholds)
+        del pool
+        gc.collect()
+        assert names(job.path) == []
+        assert job.used == 0
+
+
+def test_what_cannot_be_removed_stays_on_the_account(job, monkeypatch, caplog):
+    """Bytes that are still on the disk are not given out again; the end of the job tries once more."""
+
+    def refuse(*arguments, **named):
+        raise PermissionError(1, "no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(directory, "remove_tree", refuse)
+        download = job.download()
+        download.new_file().write(bytes(1000))
+        download.release()
+    assert "cannot remove" in caplog.text
+    assert job.used == 1000
+    job.release()
+    assert names(job.root) == []

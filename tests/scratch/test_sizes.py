@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes as people write and read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from nvflare_lazy.scratch.account import min_free_bytes
+from nvflare_lazy.tensors.sizes import format_size, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [(0, 0), (7, 7), ("7", 7), ("256MiB", 256 << 20), ("2 GB", 2 * 10**9), ("1.5kib", 1536), (" 3 TiB ", 3 << 40)],
+)
+def test_parse(text, nbytes):
+    """Binary and decimal units, in any case, with or without a space."""
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", [-1, "", "-1", "MiB", "5 apples", "5%", "1e9", "1 2", "5 M i B"])
+def test_not_a_size(text):
+    """A mistake says what a size looks like, rather than becoming some number."""
+    with pytest.raises(ValueError, match="no size"):
+        parse_size(text)
+
+
+def test_percentage():
+    """A share of a disk makes sense only where there is a disk, and only up to all of it."""
+    assert parse_size("5%", of=2000) == 100
+    with pytest.raises(ValueError, match="no size"):
+        parse_size("101%", of=2000)
+
+
+def test_format():
+    """Three digits and a unit are what a person reads."""
+    sizes = [0, 1023, 1536, 5 << 30, 3 << 50, 5000 << 50]
+    assert [format_size(size) for size in sizes] == ["0 B", "1023 B", "1.5 KiB", "5.0 GiB", "3.0 PiB", "5000.0 PiB"]
+
+
+def test_what_stays_free_by_default():
+    """1 GiB of a usual disk, a twentieth of a small one."""
+    assert min_free_bytes(None, 1 << 40) == 1 << 30
+    assert min_free_bytes(None, 1 << 30) == (1 << 30) // 20
+    assert min_free_bytes("10%", 1 << 40) == (1 << 40) // 10
