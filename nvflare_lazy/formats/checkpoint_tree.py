@@ -34,6 +34,9 @@ _EFFORT_A_BYTE = 16
 
 TensorRecord = TensorRef | StorageRef | UnsupportedTensor
 _NOTHING = object()
+_PLAIN = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset, torch.dtype),
+)
 
 
 class CheckpointTree:
@@ -73,9 +76,11 @@ class CheckpointTree:
         rest: list[tuple[object, object]] = []
         for key, part in children(container) or ():
             self._effort -= 1
-            if isinstance(part, TensorRecord):
+            left: object = _NOTHING
+            if type(part) in _PLAIN:
+                left = part
+            elif isinstance(part, TensorRecord):
                 self._add(self._name(prefix, key), part)
-                left: object = _NOTHING
             elif children(part) is None:
                 left = _plain(part)
             else:
@@ -164,7 +169,5 @@ def _plain(value: object) -> object:
         return value.dtype
     if type(value) in (Global, StorageType):
         return value.name  # type: ignore[attr-defined]
-    assert isinstance(
-        value, (bool, int, float, complex, str, bytes, bytearray, set, frozenset, torch.dtype, type(None))
-    )
+    assert type(value) in _PLAIN
     return value
