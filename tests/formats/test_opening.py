@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`open` goes by what is in a file, and says what it found if it is none of the kinds it opens."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import nvflare_lazy
+from nvflare_lazy.errors import ArchiveError, FormatError, SectionError, UnknownFormatError
+from nvflare_lazy.formats import save
+from nvflare_lazy.formats.foreign_kinds import describe_foreign
+
+TENSORS = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.tensor([1, 2])}
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "safetensors": lambda path: save_file(TENSORS, path),
+    "ours": lambda path: save(TENSORS, path),
+    "zip": lambda path: torch.save(TENSORS, path),
+    "legacy": lambda path: torch.save(TENSORS, path, _use_new_zipfile_serialization=False),
+}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.bin", "model", "model.txt"])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_by_content_not_by_name(tmp_path: Path, kind: str, name: str) -> None:
+    """Every kind opens under every name."""
+    WRITERS[kind](tmp_path / name)
+    opened = nvflare_lazy.open(tmp_path / name)
+    assert {key: tensor.tolist() for key, tensor in opened.items()} == {
+        key: tensor.tolist() for key, tensor in TENSORS.items()
+    }
+
+
+def test_section_of_a_nested_checkpoint(tmp_path: Path) -> None:
+    """A part of a PyTorch checkpoint opens by its name."""
+    torch.save({"model": TENSORS, "epoch": 3}, tmp_path / "m.pt")
+    assert set(nvflare_lazy.open(tmp_path / "m.pt", section="model")) == set(TENSORS)
+    with pytest.raises(SectionError):
+        nvflare_lazy.open(tmp_path / "m.pt", section="optimizer")
+
+
+def npz() -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, a=np.zeros(3))
+    return buffer.getvalue()
+
+
+def npy() -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros(3))
+    return buffer.getvalue()
+
+
+FOREIGN: dict[str, tuple[bytes, str]] = {
+    "HTML": (b"<!DOCTYPE html>\n<html><head><title>Sign in</title>", "an HTML page: the download brought a login"),
+    "HTML, sloppy": (b"\n\n  <HTML lang=en>", "an HTML page"),
+    "HTML after a byte order mark": (b"\xef\xbb\xbf<!doctype html>", "an HTML page"),
+    "S3 error": (
+        b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>AccessDenied</Code><Message>',
+        r"an error message of a storage service \(AccessDenied\)",
+    ),
+    "XML": (b'<?xml version="1.0"?><svg/>', "an XML document"),
+    "Git LFS": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n",
+        "a Git LFS pointer, not the file itself: run `git lfs pull`",
+    ),
+    "git-annex": (b"/annex/objects/SHA256E-s1--0.safetensors\n", "a git-annex pointer"),
+    "empty": (b"", "an empty file"),
+    "zeros": (bytes(10_000), "zero bytes: a download that reserved its space"),
+    "gzip": (gzip.compress(b"x"), "gzip data: decompress it first"),
+    "xz": (lzma.compress(b"x"), "xz data"),
+    "bzip2": (bz2.compress(b"x"), "bzip2 data"),
+    "Zstandard": (b"\x28\xb5\x2f\xfd\x04\x00", "Zstandard data"),
+    "7z": (b"7z\xbc\xaf\x27\x1c\x00\x04", "a 7z archive"),
+    "npy": (npy(), "a NumPy .npy array: load it with np.load"),
+    "npz": (npz(), "a NumPy .npz archive: load it with np.load"),
+    "HDF5": (b"\x89HDF\r\n\x1a\n\x00\x00", "an HDF5 file"),
+    "GGUF": (b"GGUF\x03\x00\x00\x00" + bytes(100), "a GGUF file"),
+    "pickle": (pickle.dumps({"weights": [1.0]}), "a Python pickle that torch.save did not write"),
+    "ONNX": (b"\x08\x08\x12\x07pytorch\x1a\x052.1.0", "an ONNX model"),
+    "JSON": (b'{"error": "Repository not found"}', "JSON, and not the index"),
+    "JSON list": (b'\n[ {"a": 1} ]', "JSON, and not the index"),
+    "config.json": (json.dumps({"hidden_size": 768}, indent=2).encode(), "JSON, and not the index"),
+    "text": (b"Access to this model is restricted.", "text that begins with 'Access to this"),
+    "text, cut in a character": (("x" * 511 + "\u00e4").encode(), "text that begins with 'xxx"),
+    "noise": (b"\xde\xad\xbe\xef" * 8, "an unknown kind that begins with the bytes de ad be ef"),
+    "ELF": (b"\x7fELF\x02\x01", "a program or library"),
+    "PDF": (b"%PDF-1.7", "a PDF document"),
+    "SQLite": (b"SQLite format 3\x00", "an SQLite database"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_foreign_files_are_named(tmp_path: Path, kind: str) -> None:
+    """A file that is no checkpoint is called what it is, with what to do, whatever its name promises."""
+    content, found = FOREIGN[kind]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(UnknownFormatError, match=found) as caught:
+        nvflare_lazy.open(path)
+    assert str(caught.value).startswith(f"{path} is no checkpoint. It is ")
+
+
+def test_foreign_archives_and_scripts(tmp_path: Path) -> None:
+    """A zip of something else is refused by what is in it."""
+    path = tmp_path / "model.pt"
+    path.write_bytes(npz().replace(b"a.npy", b"a.txt"))
+    with pytest.raises(ArchiveError, match=r"a.txt"):
+        nvflare_lazy.open(path)
+
+
+def test_pipes_devices_and_nothing(tmp_path: Path) -> None:
+    """What cannot be read at random is refused without waiting for it."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(UnknownFormatError, match="no regular file"):
+            nvflare_lazy.open(path)
+    with pytest.raises(FileNotFoundError):
+        nvflare_lazy.open(tmp_path / "missing")
+
+
+@given(st.binary(max_size=600))
+def test_any_bytes_are_described(head: bytes) -> None:
+    """There is something to say about any file, in one line."""
+    said = describe_foreign(head, len(head))
+    assert said
+    assert "\n" not in said
+    assert len(said) < 300
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_open_or_raise_a_format_error(tmp_path_factory, content: bytes) -> None:
+    """Whatever is in a file, opening it never fails in another way."""
+    path = tmp_path_factory.getbasetemp() / "any"
+    path.write_bytes(content)
+    with pytest.raises(FormatError):
+        nvflare_lazy.open(path)
+
+
+def test_opening_does_not_import_nvflare(tmp_path: Path) -> None:
+    """A file is opened and saved without NVFlare, if nobody asks for what needs it."""
+    save(TENSORS, tmp_path / "m.safetensors")
+    program = (
+        "import sys, nvflare_lazy; opened = nvflare_lazy.open(sys.argv[1]); nvflare_lazy.save(opened, sys.argv[1]); "
+        "sys.exit('nvflare' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path / "m.safetensors"], check=True)
