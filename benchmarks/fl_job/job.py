@@ -107,18 +107,19 @@ class FLJob:
             components.append({"id": "offload", "path": "nvflare_lazy.flare.TensorOffload", "args": self.offload})
         if self.mode in ("lazy", "lazy-both"):
             controller["aggregator"] = {"path": "nvflare_lazy.flare.LazyAggregator", "args": self.aggregator}
-            persistor = {"path": "nvflare_lazy.flare.LazyModelPersistor", "args": {"model": model, **self.persistor}}
+            # Written so, NVFlare leaves it to the persistor to instantiate the model.
+            arguments = {"model": {**model, "config_type": "dict"}, **self.persistor}
+            persistor: dict[str, Any] = {"path": "nvflare_lazy.flare.LazyModelPersistor", "args": arguments}
         else:
-            persistor = {
-                "path": "nvflare.app_opt.pt.file_model_persistor.PTFileModelPersistor",
-                "args": {"model": model, "allow_numpy_conversion": self.exchange == "numpy"},
-            }
-        if self.exchange == "numpy" and self.mode in ("lazy", "lazy-both"):
-            persistor["args"] = {**persistor["args"], "exchange_format": "numpy"}  # type: ignore[dict-item]
+            path = "nvflare.app_opt.pt.file_model_persistor.PTFileModelPersistor"
+            persistor = {"path": path, "args": {"model": model}}
+        persistor["args"]["allow_numpy_conversion"] = self.exchange == "numpy"
         components.append({"id": "persistor", **persistor})
         components.extend(self.components)
         return {
             "format_version": 2,
+            # Clients ask for their next task this often; at NVFlare's 2 s a short round would be mostly waiting.
+            "server": {"heart_beat_timeout": 600, "task_request_interval": 0.5},
             "workflows": [
                 {"id": "controller", "path": "nvflare.app_common.workflows.fedavg.FedAvg", "args": controller}
             ],

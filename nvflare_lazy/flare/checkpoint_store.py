@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job's checkpoints on disk: the global model, the best one, the last few rounds, and which round came last.
+
+Where the persistor puts what aggregation wrote. A file that holds exactly the model gets one more name instead of a
+copy. The record of the last round is replaced last and as a whole, so a job killed at any moment finds either the
+round before or this one, and a file that goes with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nvflare_lazy.errors import JobCheckpointError
+from nvflare_lazy.flare.whole_file import file_that_holds
+from nvflare_lazy.formats.atomic_file import AtomicFile, sync_directory
+from nvflare_lazy.formats.stream_saver import save
+
+logger = logging.getLogger(__name__)
+
+RECORD_NAME = "checkpoint.json"
+_FORMAT = 1
+_ROUNDS = "rounds"
+_ROUND_FILE = re.compile(r"round-(\d{5,})\.safetensors")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete round.
+
+    Attributes:
+        round: Its number, or None for a model saved outside of rounds.
+        path: The file of the global model after it.
+        meta: What NVFlare keeps beside the model, as far as JSON can hold it.
+    """
+
+    round: int | None
+    path: Path
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+class CheckpointStore:
+    """The checkpoints of one job.
+
+    Args:
+        directory: Where they are; it is made.
+        model_name: File of the last global model.
+        best_name: File of the best one.
+        keep: How many rounds to keep files of, at least one.
+
+    Example:
+        >>> store = CheckpointStore(Path("run"), keep=3)
+        >>> store.save(weights, round_number=7)
+        >>> store.latest().round
+        7
+    """
+
+    def __init__(self, directory: Path, model_name: str, best_name: str, *, keep: int = 2) -> None:
+        self.directory = directory
+        self.model_path = directory / model_name
+        self.best_path = directory / best_name
+        self.incoming = directory / ".incoming"
+        self._rounds = directory / _ROUNDS
+        self._keep = keep
+        for path in (directory, self._rounds):
+            path.mkdir(parents=True, exist_ok=True)
+        self.incoming.mkdir(mode=0o700, exist_ok=True)
+
+    def clear_incoming(self) -> None:
+        """Remove what a killed process was about to hand over. Only for the one process that owns the store."""
+        for path in self.incoming.iterdir():
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def save(
+        self, weights: Mapping[str, Any], round_number: int | None = None, meta: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Save the global model after a round; the last complete one stays until this one is.
+
+        Args:
+            weights: Tensors or arrays by name. If one file below this store holds exactly them, it is not copied.
+            round_number: The round.
+            meta: What to keep beside the model.
+        """
+        number = 0 if round_number is None else round_number
+        path = self._rounds / f"round-{number:05d}.safetensors"
+        self._put(weights, path)
+        _name_also(path, self.model_path)
+        self._record(Checkpoint(round_number, path, meta or {}))
+        self._prune()
+        return self.model_path
+
+    def save_best(self, weights: Mapping[str, Any]) -> Path:
+        """Save the best model so far."""
+        self._put(weights, self.best_path)
+        return self.best_path
+
+    def latest(self) -> Checkpoint | None:
+        """Return the last complete round, or None if there is none.
+
+        Raises:
+            JobCheckpointError: If the record of it cannot be understood.
+        """
+        path = self.directory / RECORD_NAME
+        try:
+            record = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise JobCheckpointError(
+                f"{path} is not JSON ({error}); remove it to start over, or restore it from a backup"
+            ) from None
+        if not isinstance(record, dict) or record.get("format") != _FORMAT:
+            raise JobCheckpointError(
+                f"{path} was written by another version of nvflare-lazy; use that version, or start with an empty "
+                "checkpoint_dir"
+            )
+        name = record["file"]
+        if _ROUND_FILE.fullmatch(name) is None:
+            raise JobCheckpointError(f"{path} names {name!r}, which is no file of this store")
+        return Checkpoint(record["round"], self._rounds / name, record.get("meta", {}))
+
+    def models(self) -> dict[str, Path]:
+        """Return the models there are, the last one first, by the names of their files."""
+        paths = [path for path in (self.model_path, self.best_path) if path.exists()]
+        return {path.name: path for path in paths}
+
+    def _put(self, weights: Mapping[str, Any], path: Path) -> None:
+        held = file_that_holds(weights, self.directory)
+        if held is None or not _name_also(held, path):
+            save(weights, path)
+        else:
+            # Aggregation does not wait for the disk; a checkpoint that counts does.
+            _sync(path)
+
+    def _record(self, checkpoint: Checkpoint) -> None:
+        record = {
+            "format": _FORMAT,
+            "round": checkpoint.round,
+            "file": checkpoint.path.name,
+            "meta": json_part(checkpoint.meta),
+        }
+        with AtomicFile(self.directory / RECORD_NAME) as file:
+            file.write_at((json.dumps(record, indent=2) + "\n").encode(), 0)
+            file.sync()
+            file.appear()
+        sync_directory(str(self.directory))
+
+    def _prune(self) -> None:
+        found = sorted(
+            (match[1].zfill(20), match[0])
+            for name in os.listdir(self._rounds)
+            if (match := _ROUND_FILE.fullmatch(name))
+        )
+        for _, name in found[: -self._keep]:
+            with contextlib.suppress(FileNotFoundError):
+                (self._rounds / name).unlink()
+
+
+def json_part(value: Any) -> Any:
+    """Return what JSON can hold of a value: other values in dictionaries and lists are left out."""
+    if isinstance(value, Mapping):
+        kept = {str(key): json_part(part) for key, part in value.items()}
+        return {key: part for key, part in kept.items() if part is not None}
+    if isinstance(value, (list, tuple)):
+        return [json_part(part) for part in value]
+    return value if isinstance(value, (str, int, float, bool)) else None
+
+
+def _name_also(path: Path, name: Path) -> bool:
+    """Give a file one more name, in place of what had it before; by a copy where the file system has no links."""
+    hidden = name.with_name(f".{name.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        os.link(path, hidden)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        logger.info("%s cannot be linked to (%s): copying it", path, error)
+        _copy(path, hidden)
+    try:
+        os.replace(hidden, name)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
+    if hidden.exists():
+        # Both names were the same file already: then rename() does nothing, and says that it did.
+        hidden.unlink(missing_ok=True)
+    sync_directory(str(name.parent))
+    return True
+
+
+def _copy(path: Path, to: Path) -> None:
+    try:
+        with open(path, "rb") as source, open(to, "xb") as target:
+            size = os.fstat(source.fileno()).st_size
+            done = 0
+            while done < size:
+                done += os.copy_file_range(source.fileno(), target.fileno(), size - done)
+            os.fsync(target.fileno())
+    except BaseException:
+        to.unlink(missing_ok=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model a job begins with: a checkpoint of any readable kind, or a class that another process instantiates.
+
+A model class makes all of its parameters in memory at once. So that the server's memory never sees them, a process
+of its own instantiates it, streams the parameters to a file and ends; the server opens the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nvflare_lazy.errors import InitialModelError, NVFlareLazyError, SectionError
+from nvflare_lazy.formats import open as open_checkpoint
+from nvflare_lazy.formats import open_safetensors
+from nvflare_lazy.formats.stream_saver import save
+
+if TYPE_CHECKING:
+    from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+
+# Where NVFlare's PyTorch persistor keeps the weights in its files.
+NVFLARE_SECTION = "model"
+_LAST_WORDS = 4000
+
+
+class ScratchModelFile:
+    """A file that is removed when nobody refers to it any more."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / f"{secrets.token_hex(8)}.safetensors"
+        self.release = weakref.finalize(self, _unlink, str(self.path))
+
+
+def from_checkpoint(path: Path) -> LazyTensorDict:
+    """Open a checkpoint: safetensors, sharded, or PyTorch; a file of NVFlare's own persistor, too.
+
+    Raises:
+        InitialModelError: If it is not there, or no model.
+    """
+    try:
+        try:
+            return open_checkpoint(path, section=NVFLARE_SECTION)
+        except SectionError:
+            return open_checkpoint(path)
+    except (OSError, NVFlareLazyError) as error:
+        raise InitialModelError(
+            f"cannot begin with {path}: {error}. source_ckpt_file_full_name must be a readable checkpoint on the server"
+        ) from error
+
+
+def from_class(class_path: str, args: Mapping[str, Any], directory: Path) -> LazyTensorDict:
+    """Instantiate a model class in another process and open what it wrote.
+
+    Args:
+        class_path: Module and class, importable from where this process imports.
+        args: The constructor's arguments; they must go through JSON.
+        directory: Where the file goes; it is removed with the last tensor of it.
+
+    Raises:
+        InitialModelError: If the class cannot be imported or instantiated; the message has the other process's words.
+    """
+    try:
+        order = json.dumps({"class_path": class_path, "args": dict(args), "sys_path": sys.path})
+    except TypeError as error:
+        raise InitialModelError(
+            f"the arguments of the model class {class_path} cannot be written as JSON ({error}); save a checkpoint of "
+            "the model and name it as source_ckpt_file_full_name"
+        ) from None
+    file = ScratchModelFile(directory)
+    command = [sys.executable, "-m", "nvflare_lazy.flare.write_initial_model", str(file.path)]
+    made = subprocess.run(  # noqa: S603  # our own module, and a class the job's configuration names anyway
+        command,
+        input=order,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        check=False,
+    )
+    if made.returncode:
+        raise InitialModelError(
+            f"the model class {class_path} could not be instantiated with {dict(args)!r}:\n"
+            + (made.stderr.strip()[-_LAST_WORDS:] or f"the process ended with {made.returncode}")
+        )
+    return open_safetensors(file.path, keep_alive=file)
+
+
+def from_module(module: torch.nn.Module, directory: Path) -> LazyTensorDict:
+    """Stream an instantiated model to a file, open it, and free the module's memory for good.
+
+    NVFlare's configuration builds a model that is written as a component itself, and keeps a reference to it: so its
+    parameters are taken out of it.
+    """
+    file = ScratchModelFile(directory)
+    save(module.state_dict(), file.path)
+    with torch.no_grad():
+        module.to(device="meta")
+    return open_safetensors(file.path, keep_alive=file)
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LazyFedAvg`: NVFlare's FedAvg on disk, that goes on without the clients it does not need and after a restart.
+
+NVFlare's own controller works with this package, too; this one adds what that one has no setting for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nvflare.apis.fl_context import FLContext
+from nvflare.app_common.abstract.fl_model import FLModel
+from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
+from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.workflows.fedavg import FedAvg
+
+from nvflare_lazy.flare import job_context
+from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
+
+
+class LazyFedAvg(FedAvg):
+    """FedAvg whose server does not hold a model.
+
+    Takes the arguments of NVFlare's `FedAvg` and these. Tensors are received on disk without being asked for, and
+    `exclude_vars` and `aggregation_weights` go to the aggregator.
+
+    Args:
+        min_responses: Results to wait for in a round, instead of those of all clients.
+        wait_time_after_min_received: Seconds to wait for more once there are so many.
+        task_timeout: Seconds after which a round goes on with the results it has; 0 for no limit.
+        aggregator: Another aggregator than `LazyAggregator()`.
+
+    A job whose persistor has a `checkpoint_dir` goes on after the last complete round in it: `num_rounds` counts from
+    the beginning, so a job that is started again ends where it would have ended.
+
+    Example:
+        >>> {"id": "controller", "path": "nvflare_lazy.flare.LazyFedAvg",
+        ...  "args": {"num_clients": 10, "num_rounds": 50, "min_responses": 8, "wait_time_after_min_received": 60}}
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        min_responses: int | None = None,
+        wait_time_after_min_received: int = 0,
+        task_timeout: int = 0,
+        aggregator: ModelAggregator | None = None,
+        exclude_vars: str | None = None,
+        aggregation_weights: dict[str, float] | None = None,
+        enable_tensor_disk_offload: bool = True,
+        memory_gc_rounds: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        self._own_aggregator: LazyAggregator | None = None
+        if aggregator is None:
+            aggregator = self._own_aggregator = LazyAggregator(
+                exclude_vars=exclude_vars, aggregation_weights=aggregation_weights
+            )
+        super().__init__(
+            *args,
+            aggregator=aggregator,
+            exclude_vars=exclude_vars,
+            aggregation_weights=aggregation_weights,
+            enable_tensor_disk_offload=enable_tensor_disk_offload,
+            memory_gc_rounds=memory_gc_rounds,
+            **kwargs,
+        )
+        if min_responses is not None and not 1 <= min_responses <= self.num_clients:
+            raise ValueError(f"min_responses={min_responses} of num_clients={self.num_clients} clients")
+        self.min_responses = min_responses
+        self.wait_time_after_min_received = wait_time_after_min_received
+        self.task_timeout = task_timeout
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        super().handle_event(event_type, fl_ctx)
+        if self._own_aggregator is not None:
+            # NVFlare tells the components of the configuration; this one is not there.
+            self._own_aggregator.handle_event(event_type, fl_ctx)
+
+    def broadcast_model(self, data: Any, **kwargs: Any) -> Any:
+        """Send a model out, waiting for as many results as were asked for."""
+        if self.min_responses is not None:
+            kwargs["min_responses"] = min(self.min_responses, len(kwargs.get("targets") or ()) or self.min_responses)
+            kwargs["wait_time_after_min_received"] = self.wait_time_after_min_received
+        if self.task_timeout:
+            kwargs["timeout"] = self.task_timeout
+        return super().broadcast_model(data=data, **kwargs)
+
+    def send_model(self, **kwargs: Any) -> None:
+        """Send a model out without waiting."""
+        self.broadcast_model(blocking=False, **kwargs)
+
+    def load_model(self) -> FLModel:
+        """Load the model to begin with, and find out which round it is for."""
+        model = super().load_model()
+        persistor = job_context.persistor_of(self.fl_ctx)
+        last = persistor.resumed if persistor is not None else None
+        if last is not None and last.round is not None:
+            end = self.start_round + self.num_rounds
+            self.start_round = max(self.start_round, last.round + 1)
+            self.num_rounds = max(0, end - self.start_round)
+            self.info(f"Going on after round {last.round}: {self.num_rounds} rounds are left.")
+            self.fl_ctx.set_prop(AppConstants.START_ROUND, self.start_round, private=True, sticky=True)
+        return model

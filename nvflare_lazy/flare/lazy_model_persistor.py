@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LazyModelPersistor`: where a job's global model comes from and where it goes, never whole in memory.
+
+It begins a round with lazy tensors of a file and ends it by giving the file that aggregation wrote its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import FLContextKey, WorkspaceConstants
+from nvflare.apis.fl_context import FLContext
+from nvflare.app_common.abstract.model import (
+    ModelLearnable,
+    ModelLearnableKey,
+    make_model_learnable,
+    validate_model_learnable,
+)
+from nvflare.app_common.abstract.model_persistor import ModelPersistor
+from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.app_event_type import AppEventType
+from nvflare.app_common.model_desc import ModelDescriptor
+
+from nvflare_lazy.errors import InitialModelError, JobCheckpointError, NVFlareLazyError
+from nvflare_lazy.flare import initial_model, job_context
+from nvflare_lazy.flare.checkpoint_store import Checkpoint, CheckpointStore
+from nvflare_lazy.flare.fit import misfit
+from nvflare_lazy.flare.pytorch_file import write_pytorch_file
+from nvflare_lazy.flare.weights import as_weights, entries_of
+from nvflare_lazy.formats import open_safetensors
+from nvflare_lazy.transport.registration import install
+
+if TYPE_CHECKING:
+    from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+
+MODEL_NAME = "FL_global_model.safetensors"
+BEST_NAME = "best_FL_global_model.safetensors"
+SUFFIX = ".safetensors"
+MODEL_FORMAT = "safetensors"
+
+
+class LazyModelPersistor(ModelPersistor):
+    """Keeps the global model in safetensors files.
+
+    The job begins with the first of these that there is: the last complete round in `checkpoint_dir`, the checkpoint
+    `source_ckpt_file_full_name`, the model.
+
+    | `model`                                                           | is instantiated                        |
+    |-------------------------------------------------------------------|----------------------------------------|
+    | `{"path": "net.Net", "args": {…}, "config_type": "dict"}`         | by a process of its own, which ends    |
+    | `{"path": "net.Net", "args": {…}}`                                | by NVFlare, in the server; then freed  |
+    | the id of a component, a `torch.nn.Module`                        | by NVFlare, in the server; then freed  |
+
+    Args:
+        model: The model, in one of these forms.
+        exclude_vars: Regular expression; parameters whose name it is found in are left out of the job.
+        global_model_file_name: File of the last global model.
+        best_global_model_file_name: File of the best one.
+        source_ckpt_file_full_name: A checkpoint to begin with, of any readable kind; a relative path is looked for in
+            the app's `custom` folder.
+        filter_id: A `PersistorFilter` component.
+        allow_numpy_conversion: Whether the job exchanges NumPy arrays, as with NVFlare's persistor; False for PyTorch
+            tensors.
+        checkpoint_dir: Where the files go. Outside of the job's workspace they outlive it, and a job that is started
+            again goes on from them; without it they are in the app's folder, as NVFlare's are.
+        keep: How many rounds to keep, besides the best model.
+        pytorch_file: Whether to write the last and the best model as PyTorch files in NVFlare's layout at the end, for
+            tools that expect those.
+
+    Example:
+        >>> {"id": "persistor", "path": "nvflare_lazy.flare.LazyModelPersistor",
+        ...  "args": {"source_ckpt_file_full_name": "/models/llama", "allow_numpy_conversion": False}}
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | dict[str, Any] | str | None = None,
+        exclude_vars: str | None = None,
+        global_model_file_name: str = MODEL_NAME,
+        best_global_model_file_name: str = BEST_NAME,
+        source_ckpt_file_full_name: str | None = None,
+        filter_id: str | None = None,
+        allow_numpy_conversion: bool = True,
+        checkpoint_dir: str | None = None,
+        keep: int = 2,
+        pytorch_file: bool = False,
+    ) -> None:
+        super().__init__(filter_id=filter_id)
+        for name in (global_model_file_name, best_global_model_file_name):
+            if Path(name).name != name or not name.endswith(SUFFIX):
+                raise ValueError(
+                    f"{name!r} is no name for a model file here: it must end with {SUFFIX}; "
+                    "for a PyTorch file as well, set pytorch_file"
+                )
+        if keep < 1:
+            raise ValueError(f"keep={keep}: at least the last round has to be kept")
+        if checkpoint_dir is not None and not Path(checkpoint_dir).is_absolute():
+            raise ValueError(f"checkpoint_dir {checkpoint_dir!r} must be an absolute path on the server")
+        self.model = model
+        self.exclude_vars = exclude_vars
+        self.global_model_file_name = global_model_file_name
+        self.best_global_model_file_name = best_global_model_file_name
+        self.source_ckpt_file_full_name = source_ckpt_file_full_name
+        self.allow_numpy_conversion = allow_numpy_conversion
+        self.checkpoint_dir = checkpoint_dir
+        self.keep = keep
+        self.pytorch_file = pytorch_file
+        self._store: CheckpointStore | None = None
+        self._resumed: Checkpoint | None = None
+        # The model by its recipes: what an update must fit, and what it does not bring stays as it was.
+        self._current: dict[str, Any] = {}
+        self._meta: Mapping[str, Any] = {}
+        install()
+
+    # ---- for other components of ours ----------------------------------------------------------------------------
+
+    @property
+    def store(self) -> CheckpointStore:
+        """The job's checkpoints, from the start of the run on."""
+        if self._store is None:
+            raise JobCheckpointError("the persistor has no checkpoints before the run starts")
+        return self._store
+
+    @property
+    def resumed(self) -> Checkpoint | None:
+        """The round the job goes on from, or None if it begins at the beginning."""
+        return self._resumed
+
+    # ---- NVFlare's side ------------------------------------------------------------------------------------------
+
+    def handle_event(self, event: str, fl_ctx: FLContext) -> None:
+        if event == EventType.START_RUN:
+            self._start(fl_ctx)
+        elif event == AppEventType.GLOBAL_BEST_MODEL_AVAILABLE:
+            self._save_best(fl_ctx)
+        elif event == EventType.ABOUT_TO_END_RUN and self.pytorch_file:
+            self._write_pytorch_files(fl_ctx)
+        elif event == EventType.END_RUN:
+            self._current = {}
+
+    def load_model(self, fl_ctx: FLContext) -> ModelLearnable | None:
+        """Return the model the job begins with, as lazy tensors or arrays."""
+        try:
+            tensors = self._begin(fl_ctx)
+            weights = as_weights(self._included(tensors), numpy=self.allow_numpy_conversion)
+        except (NVFlareLazyError, OSError) as error:
+            self.log_error(fl_ctx, f"cannot load the initial model: {error}")
+            self.system_panic(reason=f"cannot load the initial model: {error}", fl_ctx=fl_ctx)
+            return None
+        self._current = dict(weights)
+        return make_model_learnable(weights, dict(self._meta))
+
+    def save_model(self, ml: ModelLearnable, fl_ctx: FLContext) -> None:
+        """Save the global model of the current round."""
+        round_number = fl_ctx.get_prop(AppConstants.CURRENT_ROUND)
+        weights = self._merged(ml)
+        path = self.store.save(weights, round_number, self._meta)
+        self.log_info(fl_ctx, f"saved the global model of round {round_number} as {path}", fire_event=False)
+
+    def get_model_inventory(self, fl_ctx: FLContext) -> dict[str, ModelDescriptor]:
+        """Return the models there are to evaluate, by name."""
+        paths = self.store.models()
+        source = self._source(fl_ctx)
+        if source is not None and source.exists():
+            paths = {source.name: source, **paths}
+        return {
+            name: ModelDescriptor(
+                name=name,
+                location=str(path),
+                model_format=MODEL_FORMAT,
+                props={"source": "initial_ckpt"} if path == source else {},
+            )
+            for name, path in paths.items()
+        }
+
+    def get_model(self, model_file: str, fl_ctx: FLContext) -> ModelLearnable | None:
+        """Return one of these models, as lazy tensors or arrays."""
+        found = self.get_model_inventory(fl_ctx).get(model_file)
+        if found is None:
+            return None
+        tensors = initial_model.from_checkpoint(Path(found.location))
+        return make_model_learnable(as_weights(self._included(tensors), numpy=self.allow_numpy_conversion), {})
+
+    # ---- how -----------------------------------------------------------------------------------------------------
+
+    def _start(self, fl_ctx: FLContext) -> None:
+        directory = Path(self.checkpoint_dir or fl_ctx.get_prop(FLContextKey.APP_ROOT))
+        try:
+            self._store = CheckpointStore(
+                directory, self.global_model_file_name, self.best_global_model_file_name, keep=self.keep
+            )
+            self._store.clear_incoming()
+        except OSError as error:
+            self.system_panic(reason=f"cannot keep checkpoints in {directory}: {error}", fl_ctx=fl_ctx)
+            return
+        job_context.set_persistor(fl_ctx, self)
+
+    def _begin(self, fl_ctx: FLContext) -> LazyTensorDict:
+        last = self.store.latest()
+        if last is not None and self.checkpoint_dir is not None:
+            tensors = open_safetensors(last.path)
+            self._resumed, self._meta = last, last.meta
+            self.log_info(fl_ctx, f"going on from {last.path}, after round {last.round}", fire_event=False)
+            return tensors
+        source = self._source(fl_ctx)
+        if source is not None:
+            self.log_info(fl_ctx, f"beginning with the checkpoint {source}", fire_event=False)
+            return initial_model.from_checkpoint(source)
+        return self._from_model(fl_ctx)
+
+    def _from_model(self, fl_ctx: FLContext) -> LazyTensorDict:
+        model: Any = fl_ctx.get_engine().get_component(self.model) if isinstance(self.model, str) else self.model
+        if isinstance(model, dict):
+            path = model.get("path") or model.get("class_path")
+            if not path:
+                raise InitialModelError(f"the model {model!r} has no 'path': name its class there")
+            return initial_model.from_class(path, model.get("args") or {}, self.store.incoming)
+        if isinstance(model, torch.nn.Module):
+            return initial_model.from_module(model, self.store.incoming)
+        raise InitialModelError(
+            f"there is no initial model: model is {self.model!r}, and there is no source_ckpt_file_full_name"
+        )
+
+    def _source(self, fl_ctx: FLContext) -> Path | None:
+        if not self.source_ckpt_file_full_name:
+            return None
+        return Path(
+            fl_ctx.get_prop(FLContextKey.APP_ROOT),
+            WorkspaceConstants.CUSTOM_FOLDER_NAME,
+            self.source_ckpt_file_full_name,
+        )
+
+    def _included(self, tensors: LazyTensorDict) -> dict[str, Any]:
+        left_out = re.compile(self.exclude_vars) if self.exclude_vars else None
+        return {name: entry for name, entry in tensors.entries.items() if not (left_out and left_out.search(name))}
+
+    def _merged(self, ml: ModelLearnable) -> dict[str, Any]:
+        wrong = validate_model_learnable(ml)
+        if wrong:
+            raise JobCheckpointError(f"the global model cannot be saved: {wrong}")
+        weights = ml[ModelLearnableKey.WEIGHTS]
+        if self._current:
+            wrong = misfit(weights, self._current)
+            if wrong:
+                raise JobCheckpointError(f"the global model cannot be saved: {wrong}")
+        self._meta = ml.get(ModelLearnableKey.META) or {}
+        # Tensors that were not learned keep the value they had.
+        self._current = {**self._current, **weights} if len(weights) < len(self._current) else dict(weights)
+        if all(hasattr(value, "source") for value in self._current.values()):
+            return self._current
+        return {name: entry.lazy() for name, entry in entries_of(self._current).items()}
+
+    def _save_best(self, fl_ctx: FLContext) -> None:
+        ml = fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)
+        weights = self._merged(ml) if ml else self._current
+        path = self.store.save_best(weights)
+        self.log_info(fl_ctx, f"saved the best global model so far as {path}", fire_event=False)
+
+    def _write_pytorch_files(self, fl_ctx: FLContext) -> None:
+        for path in self.store.models().values():
+            target = path.with_suffix(".pt")
+            write_pytorch_file(open_safetensors(path), target, meta=self._meta)
+            self.log_info(fl_ctx, f"wrote {target}", fire_event=False)

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TensorOffload`: the one component that makes an existing job receive its tensors on disk.
+
+It puts this package's handlers in place, leases the scratch of the job, keeps one client's broken result from harming
+the others, and says what happened. Controllers, aggregators, persistors and filters stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nvflare.apis.analytix import AnalyticsDataType
+from nvflare.apis.dxo import DataKind, MetaKey, from_shareable
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.utils.analytix_utils import create_analytic_dxo, send_analytic_dxo
+from nvflare.app_common.abstract.model import ModelLearnableKey
+from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.app_event_type import AppEventType
+
+from nvflare_lazy.errors import ScratchError, UnfitResultError
+from nvflare_lazy.flare import job_context
+from nvflare_lazy.flare.process_memory import give_back_free_memory
+from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
+from nvflare_lazy.flare.unusable import make_unusable, wrong_shape
+from nvflare_lazy.flare.weights import is_weight
+from nvflare_lazy.scratch import JobScratch, use_job_scratch
+from nvflare_lazy.tensors.lazy_array import LazyArray
+from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+from nvflare_lazy.tensors.sizes import format_size, parse_size
+from nvflare_lazy.transport import offload
+from nvflare_lazy.transport.failed import failure_of
+from nvflare_lazy.transport.registration import install, installed
+
+DEFAULT_MEMORY_BUDGET = "128MiB"
+_MODEL_KINDS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
+_TAG = "nvflare_lazy/"
+
+
+class TensorOffload(FLComponent):
+    """Receives tensors and arrays on disk, in the process whose configuration names it.
+
+    On the server it takes the clients' results; on a client, the global model. It works with peers that do not have
+    this package.
+
+    | to                                    | set                                                            |
+    |---------------------------------------|----------------------------------------------------------------|
+    | put scratch on a certain disk         | `scratch_dir`, or `NVFLARE_LAZY_SCRATCH` in the environment    |
+    | bound what a job keeps there          | `quota`, such as `"200GiB"`                                    |
+    | leave room for others                 | `min_free`, such as `"10GiB"` or `"5%"`                        |
+    | bound the memory it works in          | `memory_budget`                                                |
+
+    Args:
+        scratch_dir: Where received tensors go; a private directory is leased in it.
+        quota: Most bytes of scratch this process may use at a time.
+        min_free: What to leave free on that file system.
+        memory_budget: Memory for receiving and, with `LazyAggregator`, for combining.
+
+    Example:
+        >>> {"id": "offload", "path": "nvflare_lazy.flare.TensorOffload", "args": {"scratch_dir": "/data/scratch"}}
+    """
+
+    def __init__(
+        self,
+        scratch_dir: str | None = None,
+        quota: int | str | None = None,
+        min_free: int | str | None = None,
+        memory_budget: int | str = DEFAULT_MEMORY_BUDGET,
+    ) -> None:
+        super().__init__()
+        self.scratch_dir = scratch_dir
+        self.quota = quota
+        self.min_free = min_free
+        self.memory_budget = memory_budget
+        # What is under way to this process; the rest is for whoever combines it.
+        self._inflight_bytes = max(1, parse_size(memory_budget) // 4)
+        if quota is not None:
+            parse_size(quota)
+        self._engine: Any = None
+        self._scratch: JobScratch | None = None
+        self._log: RoundLog | None = None
+        install()
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        if event_type == EventType.START_RUN:
+            self._start(fl_ctx)
+        elif event_type == EventType.AFTER_TASK_DATA_FILTER:
+            self._note_sent(fl_ctx)
+        elif event_type == EventType.BEFORE_TASK_RESULT_FILTER:
+            self._note_received(fl_ctx)
+        elif event_type == EventType.AFTER_TASK_RESULT_FILTER:
+            self._check(fl_ctx)
+        elif event_type == AppEventType.ROUND_STARTED:
+            self._end_round()
+            if self._log is not None:
+                self._log.start_round(fl_ctx.get_prop(AppConstants.CURRENT_ROUND))
+        elif event_type == AppEventType.AFTER_CONTRIBUTION_ACCEPT:
+            self._note_settled(fl_ctx)
+        elif event_type in (AppEventType.AFTER_LEARNABLE_PERSIST, EventType.END_WORKFLOW):
+            self._end_round()
+        elif event_type == EventType.END_RUN:
+            self._end()
+
+    # ---- the run -------------------------------------------------------------------------------------------------
+
+    def _start(self, fl_ctx: FLContext) -> None:
+        found = install()
+        self._engine = fl_ctx.get_engine()
+        job_id = str(fl_ctx.get_job_id("job"))
+        try:
+            self._scratch = JobScratch.open(self.scratch_dir, job=job_id, quota=self.quota, min_free=self.min_free)
+        except ScratchError as error:
+            self.system_panic(f"no scratch for tensors: {error}", fl_ctx)
+            return
+        offload.enable(self._scratch, inflight_bytes=self._inflight_bytes)
+        job_context.set_offload(fl_ctx, self)
+        self._log = RoundLog(_records(fl_ctx), self._say, self._measure)
+        job_context.set_round_log(fl_ctx, self._log)
+        for left in self._scratch.reclaimed:
+            self.log_info(fl_ctx, f"removed what a dead process had left: {left}", fire_event=False)
+        self.log_info(
+            fl_ctx,
+            f"tensors are received on disk, in {self._scratch.path} ({format_size(self._scratch.free())} to use), with "
+            f"{format_size(self._inflight_bytes)} under way at most; handlers: {found}",
+            fire_event=False,
+        )
+
+    def _end(self) -> None:
+        self._end_round()
+        offload.reset()
+        scratch, self._scratch = self._scratch, None
+        if scratch is not None:
+            use_job_scratch(None)
+            scratch.release()
+
+    # ---- one result ----------------------------------------------------------------------------------------------
+
+    def _note_sent(self, fl_ctx: FLContext) -> None:
+        client = _peer(fl_ctx)
+        if self._log is not None and client:
+            self._log.sent(client)
+
+    def _note_received(self, fl_ctx: FLContext) -> None:
+        client, data = _peer(fl_ctx), _model_of(fl_ctx)
+        if self._log is None or not client or data is None:
+            return
+        values = [value for value in data.values() if is_weight(value)]
+        on_disk = any(isinstance(value, (LazyTensor, LazyArray)) for value in values)
+        self._log.received(client, sum(value.nbytes for value in values), len(values), on_disk=on_disk)
+
+    def _check(self, fl_ctx: FLContext) -> None:
+        """Find out before an aggregator does, half way through, that a result cannot be used."""
+        client, data = _peer(fl_ctx), _model_of(fl_ctx)
+        if not client or data is None:
+            return
+        failure = failure_of(data)
+        if failure is None:
+            learnable = fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)
+            weights = learnable.get(ModelLearnableKey.WEIGHTS) if isinstance(learnable, Mapping) else None
+            wrong = wrong_shape(data, weights) if isinstance(weights, Mapping) else None
+            if wrong is None:
+                return
+            failure = UnfitResultError(f"the result of {client} does not fit the global model: {wrong}")
+            make_unusable(data, failure)
+        self.log_warning(fl_ctx, f"the result of {client} cannot be used: {failure}", fire_event=False)
+        if self._log is not None:
+            self._log.left_out(client, str(failure))
+
+    def _note_settled(self, fl_ctx: FLContext) -> None:
+        client = _peer(fl_ctx)
+        if self._log is None or not client:
+            return
+        result = fl_ctx.get_peer_context().get_prop(FLContextKey.SHAREABLE)
+        code = result.get_return_code() if isinstance(result, Shareable) else None
+        if code not in (None, ReturnCode.OK):
+            self._log.left_out(client, f"its task ended with {code}")
+        self._log.settled(client, accepted=bool(fl_ctx.get_prop(AppConstants.AGGREGATION_ACCEPTED)))
+
+    # ---- one round -----------------------------------------------------------------------------------------------
+
+    def _end_round(self) -> None:
+        if self._log is None:
+            return
+        scratch = self._scratch
+        used, peak = (scratch.used, scratch.peak) if scratch is not None else (0, 0)
+        if self._log.end_round(scratch_bytes=used, scratch_peak_bytes=peak) is not None:
+            give_back_free_memory()
+            if not installed().complete:
+                self.logger.warning("other handlers took the place of ours: %s; taking it back", installed())
+                install()
+
+    def _say(self, line: str) -> None:
+        self.logger.info("%s", line)
+
+    def _measure(self, record: RoundRecord) -> None:
+        engine = self._engine
+        if engine is None:
+            return
+        with engine.new_context() as fl_ctx:
+            for name, value in record.metrics().items():
+                dxo = create_analytic_dxo(
+                    tag=_TAG + name, value=value, data_type=AnalyticsDataType.SCALAR, global_step=record.round
+                )
+                send_analytic_dxo(self, dxo, fl_ctx)
+
+
+def _peer(fl_ctx: FLContext) -> str | None:
+    peer = fl_ctx.get_peer_context()
+    name: str | None = peer.get_identity_name(default=None) if peer is not None else None
+    return name
+
+
+def _model_of(fl_ctx: FLContext) -> dict[str, Any] | None:
+    """Return the tensors of the result that is being processed, or None if it has none that are plainly there."""
+    result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
+    if not isinstance(result, Shareable) or result.get_return_code() != ReturnCode.OK:
+        return None
+    try:
+        dxo = from_shareable(result)
+    except ValueError:
+        return None
+    if dxo.data_kind not in _MODEL_KINDS or dxo.get_meta_prop(MetaKey.PROCESSED_ALGORITHM) is not None:
+        return None
+    return dxo.data if isinstance(dxo.data, dict) else None
+
+
+def _records(fl_ctx: FLContext) -> Path | None:
+    try:
+        return Path(fl_ctx.get_workspace().get_run_dir(fl_ctx.get_job_id())) / FILE_NAME
+    except (AttributeError, RuntimeError, OSError):
+        return None

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drop-ins for NVFlare's PyTorch recipes: the same arguments and a few more, and a server that stays flat.
+
+    from nvflare_lazy.recipes import FedAvgRecipe  # instead of nvflare.app_opt.pt.recipes
+
+What all of them add is described in `offload_options`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nvflare_lazy.recipes.fedavg import FedAvgRecipe as FedAvgRecipe
+    from nvflare_lazy.recipes.fedopt import FedOptRecipe as FedOptRecipe
+    from nvflare_lazy.recipes.fedprox import FedProxRecipe as FedProxRecipe
+    from nvflare_lazy.recipes.scaffold import ScaffoldRecipe as ScaffoldRecipe
+
+_HOMES = {
+    "FedAvgRecipe": "fedavg",
+    "FedOptRecipe": "fedopt",
+    "FedProxRecipe": "fedprox",
+    "ScaffoldRecipe": "scaffold",
+}
+
+__all__ = ["FedAvgRecipe", "FedOptRecipe", "FedProxRecipe", "ScaffoldRecipe"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`FedAvgRecipe`: NVFlare's recipe of the same name with a server that stays flat, and any rule of aggregation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nvflare.app_common.abstract.model_persistor import ModelPersistor
+from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe as StockFedAvgRecipe
+from nvflare.client.config import ExchangeFormat
+from nvflare.recipe.utils import extract_persistor_id, setup_custom_persistor
+
+from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
+from nvflare_lazy.flare.lazy_fedavg import LazyFedAvg
+from nvflare_lazy.flare.lazy_model_locator import LazyModelLocator
+from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, SUFFIX
+from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET
+from nvflare_lazy.recipes.offload_options import OFFLOAD_ID, OffloadOptions
+
+
+class FedAvgRecipe(StockFedAvgRecipe):
+    """FedAvg for PyTorch.
+
+    Takes the arguments of NVFlare's `FedAvgRecipe`, those of `OffloadOptions`, and these. Two defaults differ: tensors
+    are exchanged as PyTorch tensors, which training scripts get either way, and what is received goes to disk.
+
+    Args:
+        aggregation: How results are combined; see `LazyAggregator`.
+        aggregation_args: Arguments of that rule.
+        min_responses: Results to wait for in a round, instead of those of all clients.
+        wait_time_after_min_received: Seconds to wait for more once there are so many.
+        task_timeout: Seconds after which a round goes on with the results it has.
+
+    Example:
+        >>> recipe = FedAvgRecipe(
+        ...     checkpoint="/models/llama",
+        ...     min_clients=8,
+        ...     num_rounds=5,
+        ...     train_script="client.py",
+        ...     aggregation="trimmed_mean",
+        ...     scratch_dir="/data/scratch",
+        ... )
+    """
+
+    def __init__(
+        self,
+        *,
+        aggregation: str = "mean",
+        aggregation_args: dict[str, Any] | None = None,
+        min_responses: int | None = None,
+        wait_time_after_min_received: int = 0,
+        task_timeout: int = 0,
+        checkpoint: str | None = None,
+        checkpoint_dir: str | None = None,
+        keep: int = 2,
+        pytorch_file: bool = False,
+        scratch_dir: str | None = None,
+        scratch_quota: int | str | None = None,
+        memory_budget: int | str = DEFAULT_MEMORY_BUDGET,
+        lazy_clients: bool = True,
+        model: Any = None,
+        initial_ckpt: str | None = None,
+        model_persistor: ModelPersistor | None = None,
+        server_expected_format: ExchangeFormat = ExchangeFormat.PYTORCH,
+        best_model_filename: str | None = None,
+        **arguments: Any,
+    ) -> None:
+        arguments.pop("enable_tensor_disk_offload", None)
+        if aggregation != "mean" and arguments.get("aggregator") is not None:
+            raise ValueError("give aggregation, the name of a rule, or an aggregator of your own, not both")
+        self.aggregation = aggregation
+        self.aggregation_args = aggregation_args
+        self._min_responses = min_responses
+        self._wait_time_after_min_received = wait_time_after_min_received
+        self._task_timeout = task_timeout
+        wants_pytorch = best_model_filename is not None and not best_model_filename.endswith(SUFFIX)
+        self._best_name = str(Path(best_model_filename).with_suffix(SUFFIX)) if best_model_filename else BEST_NAME
+        self.options = OffloadOptions(
+            checkpoint=checkpoint,
+            checkpoint_dir=checkpoint_dir,
+            keep=keep,
+            pytorch_file=pytorch_file or wants_pytorch,
+            scratch_dir=scratch_dir,
+            scratch_quota=scratch_quota,
+            memory_budget=memory_budget,
+            lazy_clients=lazy_clients,
+        )
+        super().__init__(
+            model=model,
+            # NVFlare's recipe wants to know that there is something to begin with.
+            initial_ckpt=initial_ckpt or checkpoint,
+            model_persistor=model_persistor,
+            server_expected_format=server_expected_format,
+            best_model_filename=best_model_filename,
+            **arguments,
+        )
+        self.options.add_offload(self._job)
+
+    def _prepare_client_apps(self) -> None:
+        super()._prepare_client_apps()
+        if not self.options.lazy_clients:
+            return
+        if self.per_site_config is None:
+            self._job.to_clients(self.options.offload(), id=OFFLOAD_ID)
+            return
+        for site in self.per_site_config:
+            self._job.to(self.options.offload(), site, id=OFFLOAD_ID)
+
+    def _setup_model_and_persistor(self, job: Any) -> str:
+        persistor_id: str = setup_custom_persistor(job=job, model_persistor=self.model_persistor)
+        if not persistor_id:
+            persistor_id = extract_persistor_id(
+                self.options.add_persistor(
+                    job,
+                    self.model,
+                    None if self.options.checkpoint else self.initial_ckpt,
+                    numpy=self.server_expected_format != ExchangeFormat.PYTORCH,
+                    best_name=self._best_name,
+                )
+            )
+            locator = self._pt_model_locator or LazyModelLocator(persistor_id)
+            job.comp_ids["locator_id"] = job.to_server(locator, id="locator")
+        job.comp_ids["persistor_id"] = persistor_id
+        return persistor_id
+
+    def _get_model_aggregator(self) -> Any:
+        return super()._get_model_aggregator() or LazyAggregator(
+            rule=self.aggregation,
+            rule_args=self.aggregation_args,
+            exclude_vars=self.exclude_vars,
+            aggregation_weights=self.aggregation_weights,
+            server_optimizer=self._server_optimizer(),
+        )
+
+    def _server_optimizer(self) -> dict[str, Any] | None:
+        return None
+
+    def _create_controller(self, persistor_id: str, model_params: Any, model_aggregator: Any) -> LazyFedAvg:
+        return LazyFedAvg(
+            num_clients=self.min_clients,
+            num_rounds=self.num_rounds,
+            persistor_id=persistor_id,
+            model=model_params,
+            aggregator=model_aggregator,
+            stop_cond=self.stop_cond,
+            patience=self.patience,
+            task_name="train",
+            memory_gc_rounds=self.server_memory_gc_rounds,
+            min_responses=self._min_responses,
+            wait_time_after_min_received=self._wait_time_after_min_received,
+            task_timeout=self._task_timeout,
+            **self._get_controller_kwargs(),
+        )
