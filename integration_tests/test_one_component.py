@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -28,4 +30,26 @@ def test_a_stock_job_with_the_component_gives_what_it_gives_without(run_job: Job
     contributions = records(result, "contribution")
     assert len(contributions) == job.clients * job.rounds
     assert all(record["on_disk"] and record["accepted"] for record in contributions)
+    assert not left_in(result.workspace.parent / "scratch")
+
+
+def test_one_bad_client_costs_only_itself_with_stock_aggregation(run_job: JobRunner):
+    """Garbage and a wrong shape are left out whole, with the reason; the next round has everybody again."""
+    job = FLJob(
+        mode="component",
+        clients=4,
+        model_mib=1,
+        tensors=4,
+        rounds=2,
+        trainer=Path(__file__).parent / "faulty_trainer.py",
+    )
+    result = run_job(job, env={"FAULTS": '{"2": "garbage", "3": "shape"}'})
+    first, second = records(result, "round")
+    assert first["took_part"] == ["site-1", "site-4"]
+    assert "layer" in first["left_out"]["site-3"]
+    assert first["left_out"].keys() == {"site-2", "site-3"}
+    assert second["took_part"] == ["site-1", "site-2", "site-3", "site-4"]
+    saved = torch.load(server_app(result) / "FL_global_model.pt")["model"]
+    value = next_global(start(2, job.elements), [1, 4]).astype(np.float32)
+    assert ulps(saved["layer00002"].numpy(), next_global(value, [1, 2, 3, 4])) < 8
     assert not left_in(result.workspace.parent / "scratch")
