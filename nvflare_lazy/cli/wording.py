@@ -25,10 +25,10 @@ def printable(text: str) -> str:
 
 def error_line(error: Exception) -> str:
     """Return what an error has to say in one line."""
-    text = str(error)
+    text = " ".join(str(error).splitlines())
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return printable(" ".join(text.splitlines())) or type(error).__name__
+    return printable(text) or type(error).__name__
 
 
 def count(number: int, thing: str) -> str:

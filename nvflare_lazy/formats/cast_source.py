@@ -60,12 +60,20 @@ class CastSource(ByteSource):
         tile = torch.empty(count, dtype=self._from)
         self._source.read_into(storage_bytes(tile), first * self._from.itemsize)
         if self._largest is not None:
-            # There is no arithmetic on 8-bit floats.
-            magnitudes = (tile.float() if self._from.itemsize == 1 else tile).abs()
-            overflows = int(((magnitudes > self._largest) & magnitudes.isfinite()).sum())
+            overflows = _count_larger(tile, self._largest)
             with self._lock:
                 self.overflows += overflows
         return tile.to(self._to)
+
+
+def _count_larger(tile: torch.Tensor, largest: float) -> int:
+    """Return how many finite elements are farther from zero than `largest`."""
+    # There is no arithmetic on 8-bit floats.
+    tile = tile.float() if tile.itemsize == 1 else tile
+    low, high = tile.aminmax()
+    if -largest <= low and high <= largest:  # not so where there is a NaN
+        return 0
+    return int(((tile.abs() > largest) & tile.isfinite()).sum())
 
 
 def check_cast(from_dtype: torch.dtype, to_dtype: torch.dtype) -> None:

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program around the commands: quick to start, honest in its exit codes, polite to shells and pipes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+import nvflare_lazy
+from nvflare_lazy.cli import program
+from nvflare_lazy.cli.program import COMMANDS, run
+from nvflare_lazy.cli.wording import error_line, printable
+from tests.cli.sparse import write_sparse
+
+
+def test_version(cli):
+    """The version of the package."""
+    assert cli("--version") == (0, f"nvflare-lazy {nvflare_lazy.__version__}\n", "")
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_lists_the_commands(cli, option):
+    """Those whose modules exist, each with a line about it."""
+    code, out, _ = cli(option)
+    assert code == 0
+    listed = re.findall(r"^  ([a-z]+)  +[A-Z].*\.$", out, flags=re.MULTILINE)
+    assert listed == [name for name, home in COMMANDS.items() if importlib.util.find_spec(home.split(":")[0])]
+    assert {"inspect", "convert", "verify"} <= set(listed)
+
+
+@pytest.mark.parametrize("name", ["inspect", "convert", "verify"])
+def test_help_of_a_command(cli, name):
+    """Says what it does, and explains each of its options."""
+    code, out, _ = cli(name, "--help")
+    assert code == 0
+    assert out.startswith(f"Usage: nvflare-lazy {name} [OPTIONS]")
+    command = program.program.get_command(None, name)
+    assert all(parameter.help for parameter in command.params if isinstance(parameter, click.Option))
+
+
+@pytest.mark.parametrize("args", [["--version"], ["--help"], ["convert", "--help"], ["inspect", "a", "--match=("]])
+def test_needs_neither_torch_nor_nvflare(args):
+    """Nobody waits for torch to be told how a command is used."""
+    code = f"""if True:
+        import sys
+        from nvflare_lazy.cli.program import run
+        run({args!r})
+        assert not {{"torch", "numpy", "nvflare", "rich.progress"}} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["inspct", "f"], "No such command 'inspct'. Did you mean 'inspect'?"),
+        (["destroy"], "No such command 'destroy'. There are inspect, convert, verify"),
+        (["--vresion"], "No such option '--vresion'."),
+        (["inspect"], "Missing argument 'FILE'."),
+        (["inspect", "a", "b"], "Got unexpected extra argument (b)"),
+        (["inspect", "--jsn", "a"], "No such option '--jsn'."),
+        (["convert", "a"], "Missing argument 'OUT'."),
+    ],
+)
+def test_misuse(cli, args, message):
+    """Exit code 2, the mistake, and where to read on; nothing on stdout."""
+    code, out, err = cli(*args)
+    assert (code, out) == (2, "")
+    assert f"\nError: {message}" in err
+    assert "--help' for help." in err
+
+
+def test_no_command(cli):
+    """Shows what there is."""
+    code, _, err = cli()
+    assert code == 2
+    assert "Commands:" in err
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+def test_error_is_one_line(cli, command):
+    """What the system or a file has to say comes without a traceback."""
+    code, out, err = cli(command, "no\nwhere", *(["out.safetensors"] if command == "convert" else []))
+    assert (code, out, err) == (1, "", "Error: no\\nwhere: No such file or directory\n")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable_file(cli, model):
+    """Permissions are the user's to change."""
+    model.chmod(0)
+    assert cli("inspect", model).err == f"Error: {model}: Permission denied\n"
+
+
+def test_a_bug_has_its_traceback(model, monkeypatch):
+    """What we did not foresee is not dressed up as a mistake of the user."""
+
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(nvflare_lazy, "open", broken)
+    with pytest.raises(ZeroDivisionError):
+        run(["inspect", str(model)])
+
+
+def test_pipe_that_closes(start, tmp_path):
+    """`nvflare-lazy inspect FILE | head -1` ends quietly, as other programs do."""
+    write_sparse(tmp_path / "many", {f"layers.{i}.weight": ("F32", (4,)) for i in range(20_000)})
+    process = start("inspect", "many")
+    assert process.stdout.readline().startswith(b"NAME")
+    process.stdout.close()
+    assert process.wait(60) == -signal.SIGPIPE
+    assert process.stderr.read() == b""
+
+
+def test_help_into_a_closed_pipe(start):
+    """The same where there is nothing but help to print."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    process = start("--help", stdout=write_end)
+    os.close(write_end)
+    assert process.wait(60) == -signal.SIGPIPE
+    assert process.stderr.read() == b""
+
+
+def test_full_disk(start, model):
+    """Output that did not arrive is an error, told once."""
+    with open("/dev/full", "w") as full:
+        process = start("inspect", model, stdout=full)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (1, b"Error: No space left on device\n")
+
+
+def test_terminal_without_unicode(start, tmp_path):
+    """What the encoding of the terminal lacks is escaped, and does not fail."""
+    write_sparse(tmp_path / "f", {"größe": ("F32", (4,))})
+    process = start("inspect", "f", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, b"")
+    assert rb"gr\xf6\xdfe" in out
+
+
+def test_progress_on_a_terminal_and_not_in_a_pipe(start, tmp_path):
+    """Whoever watches sees how far it is; what is left on the screen, and in a pipe, is the result."""
+    write_sparse(tmp_path / "f", {"w": ("F32", (16, 1 << 20))})
+    ours, theirs = pty.openpty()
+    process = start("convert", "f", "a.safetensors", stderr=theirs, env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    shown = b""
+    # A terminal whose other side is gone reads as an I/O error.
+    while chunk := read_terminal(ours):
+        shown += chunk
+    os.close(ours)
+    assert process.wait(60) == 0
+    assert process.stdout.read() == b"a.safetensors: 1 tensor, 64.0 MiB\n"
+    assert b"Converting" in shown
+    assert b"64.0" in shown
+    piped = start("convert", "f", "b.safetensors")
+    assert piped.communicate(timeout=60) == (b"b.safetensors: 1 tensor, 64.0 MiB\n", b"")
+
+
+def read_terminal(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 1 << 16)
+    except OSError:
+        return b""
+
+
+def test_runs_as_a_module_and_as_a_script():
+    """`python -m nvflare_lazy.cli`, and the script beside the interpreter."""
+    for command in ([sys.executable, "-m", "nvflare_lazy.cli"], [Path(sys.executable).parent / "nvflare-lazy"]):
+        done = subprocess.run([*command, "--version"], check=True, capture_output=True, text=True)
+        assert done.stdout == f"nvflare-lazy {nvflare_lazy.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain.weight", "plain.weight"),
+        ("größe 埋め込み", "größe 埋め込み"),
+        ("\x1b[31m", "\\x1b[31m"),
+        ("a\tb\nc\rd", "a\\tb\\nc\\rd"),
+        ("\x9b\u202e\u2028\udc80", "\\x9b\\u202e\\u2028\\udc80"),
+    ],
+)
+def test_printable(text, shown):
+    """Control characters, text that runs backwards, and bytes that were no text are written as escapes."""
+    assert printable(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "a"), "a: No such file or directory"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (ValueError("two\nlines"), "two lines"),
+        (ValueError(), "ValueError"),
+        (ValueError("\x1b[31m"), "\\x1b[31m"),
+    ],
+)
+def test_error_line(error, line):
+    """One line, whatever the error holds."""
+    assert error_line(error) == line
