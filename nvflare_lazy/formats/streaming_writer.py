@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +23,7 @@ from nvflare_lazy.formats.written_ranges import WrittenRanges
 from nvflare_lazy.tensors.sizes import parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from typing_extensions import Buffer, Self
@@ -101,9 +101,10 @@ class StreamingWriter:
             data: The bytes, row-major and little-endian.
         """
         view = memoryview(data).cast("B")
-        place = self._place(name, offset + len(view))
-        place.file.write_at(view, place.offset + offset)
-        self._note(name, place, offset, offset + len(view))
+        with self._remembering_failure():
+            place = self._place(name, offset, offset + len(view))
+            place.file.write_at(view, place.offset + offset)
+            self._note(name, place, offset, offset + len(view))
 
     def copy(self, name: str, source: ByteSource | memoryview, progress: Callable[[int], object] | None = None) -> None:
         """Write a whole tensor from where its bytes are, a tile at a time.
@@ -113,20 +114,21 @@ class StreamingWriter:
             source: Its bytes, row-major and little-endian.
             progress: Called with the number of bytes after each tile.
         """
-        place = self._place(name, source.nbytes)
+        with self._remembering_failure():
+            place = self._place(name, 0, source.nbytes)
 
-        def written(begin: int, end: int) -> None:
-            self._note(name, place, begin, end)
-            if progress is not None:
-                progress(end - begin)
+            def written(begin: int, end: int) -> None:
+                self._note(name, place, begin, end)
+                if progress is not None:
+                    progress(end - begin)
 
-        if isinstance(source, memoryview):
-            for begin in range(0, source.nbytes, _MEMORY_PART_BYTES):
-                part = source[begin : begin + _MEMORY_PART_BYTES]
-                place.file.write_at(part, place.offset + begin)
-                written(begin, begin + len(part))
-        else:
-            copy_into(place.file, place.offset, source, self._tile(), written)
+            if isinstance(source, memoryview):
+                for begin in range(0, source.nbytes, _MEMORY_PART_BYTES):
+                    part = source[begin : begin + _MEMORY_PART_BYTES]
+                    place.file.write_at(part, place.offset + begin)
+                    written(begin, begin + len(part))
+            else:
+                copy_into(place.file, place.offset, source, self._tile(), written)
 
     def commit(self, *, durable: bool = True) -> Path:
         """Let the checkpoint appear, once all of its bytes are there.
@@ -166,15 +168,22 @@ class StreamingWriter:
         else:
             self.abort()
 
-    def _place(self, name: str, end: int) -> _Place:
+    @contextmanager
+    def _remembering_failure(self) -> Iterator[None]:
+        """Keep the checkpoint from appearing after a failure, even if it was in a thread nobody listens to."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def _place(self, name: str, begin: int, end: int) -> _Place:
         place = self._places.get(name)
         if place is None:
-            raise self._failed(SurplusTensorError(f"{self.path}: nobody promised a tensor {quoted(name)}"))
-        if end > place.nbytes:
-            raise self._failed(
-                SurplusTensorError(
-                    f"{self.path}: tensor {quoted(name)} has {place.nbytes} bytes as promised, not {end} or more"
-                )
+            raise SurplusTensorError(f"{self.path}: nobody promised a tensor {quoted(name)}")
+        if begin < 0 or end > place.nbytes:
+            raise SurplusTensorError(
+                f"{self.path}: tensor {quoted(name)} has {place.nbytes} bytes as promised, not {begin} to {end}"
             )
         return place
 
@@ -182,14 +191,7 @@ class StreamingWriter:
         with self._lock:
             is_new = place.written.add(begin, end)
         if not is_new:
-            raise self._failed(
-                RepeatedWriteError(f"{self.path}: bytes {begin} to {end} of {quoted(name)} were written twice")
-            )
-
-    def _failed(self, error: Exception) -> Exception:
-        # Whoever called may be a thread nobody listens to: the file must not appear all the same.
-        self._failure = error
-        return error
+            raise RepeatedWriteError(f"{self.path}: bytes {begin} to {end} of {quoted(name)} were written twice")
 
     def _check_complete(self) -> None:
         if self._failure is not None:

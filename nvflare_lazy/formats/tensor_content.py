@@ -34,12 +34,19 @@ def meta_of(name: str, value: object, *, dtype: torch.dtype | None = None) -> Te
         dtype: What floating-point tensors are to be cast to.
     """
     if isinstance(value, UntypedEntry):
+        if dtype is not None:
+            raise UnsupportedDtypeError(
+                f"tensor {quoted(name)}: torch cannot cast {value.element_type.name} to {dtype}"
+            )
         return TensorMeta(name, _name_of(value.element_type, name), value.shape)
     row = _row_of(name, value)
     if _is_cast(row, dtype):
         assert row.torch is not None
         assert dtype is not None
-        check_cast(row.torch, dtype)
+        try:
+            check_cast(row.torch, dtype)
+        except UnsupportedDtypeError as error:
+            raise UnsupportedDtypeError(f"tensor {quoted(name)}: {error}") from None
         row = dtypes.by_torch(dtype)
     shape: tuple[int, ...] = tuple(value.shape)  # type: ignore[attr-defined]
     return TensorMeta(name, _name_of(row, name), _format_shape(row, shape, name))
@@ -57,8 +64,8 @@ def bytes_of(name: str, value: object, *, dtype: torch.dtype | None = None) -> B
     elif isinstance(value, torch.Tensor):
         source = _tensor_bytes(name, value)
     else:
-        assert isinstance(value, np.ndarray)
-        source = _array_bytes(value)
+        # NumPy turns arrays without dimensions into scalars at every opportunity.
+        source = _array_bytes(np.asarray(value))
     row = _row_of(name, value)
     if _is_cast(row, dtype):
         assert row.torch is not None
@@ -71,7 +78,7 @@ def _row_of(name: str, value: object) -> ElementType:
     try:
         if isinstance(value, (torch.Tensor, TensorEntry)):
             return dtypes.by_torch(value.dtype)
-        if isinstance(value, np.ndarray):
+        if isinstance(value, (np.ndarray, np.generic)):
             return dtypes.by_numpy(value.dtype)
     except UnsupportedDtypeError as error:
         raise UnsupportedDtypeError(f"{quoted(name)}: {error}") from None

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `save` and `save_safetensors_streaming` write: the library's bytes, from anything that is a tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import nvflare_lazy
+from nvflare_lazy.errors import (
+    DuplicateKeyError,
+    HeaderTooLargeError,
+    InvalidMetadataError,
+    InvalidShapeError,
+    MissingTensorError,
+    PartialByteError,
+    RenamedTensorError,
+    ReshapedTensorError,
+    RetypedTensorError,
+    SurplusTensorError,
+    UnknownDtypeError,
+    UnsavableTensorError,
+    UnsupportedDtypeError,
+)
+from nvflare_lazy.formats import TensorMeta, collect_state_dict_meta, open_safetensors, save, save_safetensors_streaming
+from nvflare_lazy.formats.safetensors_layout import lay_out, split_into_shards
+from nvflare_lazy.tensors.dtypes import ELEMENT_TYPES
+from nvflare_lazy.tensors.lazy_array import LazyArray
+from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+
+GOLDEN = bytes.fromhex("d0000000 00000000") + (
+    b'{"__metadata__":{"a":"\xc3\xa4\\n","b":"2"},'
+    b'"wide":{"dtype":"I64","shape":[],"data_offsets":[0,8]},'
+    b'"a":{"dtype":"F32","shape":[1,2],"data_offsets":[8,16]},'
+    b'"b":{"dtype":"U8","shape":[3],"data_offsets":[16,19]}}      '
+    b"\xfe\xff\xff\xff\xff\xff\xff\xff"
+    b"\x00\x00\x80\x3f\x00\x00\x00\xc0"
+    b"\x01\x02\x03"
+)
+
+
+def one_of_each() -> dict[str, torch.Tensor]:
+    """A tensor of each type, named so that the order of types is not that of names."""
+    return {
+        f"{index:02d}.{row.name}": (torch.arange(16, dtype=torch.uint8) % (2 if row.torch == torch.bool else 255))
+        .view(row.torch)
+        .reshape(1, -1)
+        for index, row in enumerate(ELEMENT_TYPES)
+        if row.name and row.torch
+    }
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def test_golden_bytes(tmp_path: Path) -> None:
+    """The bytes of a file are what they have always been: wide types first, then names, the data aligned to eight."""
+    tensors = {
+        "b": torch.tensor([1, 2, 3], dtype=torch.uint8),
+        "a": torch.tensor([[1.0, -2.0]]),
+        "wide": torch.tensor(-2),
+    }
+    save(tensors, tmp_path / "m", metadata={"b": "2", "a": "ä\n"})
+    assert (tmp_path / "m").read_bytes() == GOLDEN
+
+
+def test_same_bytes_as_the_library(tmp_path: Path) -> None:
+    """A file is byte for byte what the safetensors library writes, for every type that both have."""
+    save_file(one_of_each(), tmp_path / "theirs", metadata={"key": 'ü "\\\x01\x7f\u2028'})
+    save(one_of_each(), tmp_path / "ours", metadata={"key": 'ü "\\\x01\x7f\u2028'})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_order_of_arrival_does_not_matter(tmp_path: Path) -> None:
+    """The same tensors and metadata make the same bytes in any order."""
+    tensors, metadata = one_of_each(), {"x": "1", "y": "2", "z": "3"}
+    save(tensors, tmp_path / "one", metadata=metadata)
+    save(dict(reversed(tensors.items())), tmp_path / "two", metadata=dict(reversed(metadata.items())))
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def test_anything_that_is_a_tensor(tmp_path: Path) -> None:
+    """Lazy, strided, shared, gradient-tracking, NumPy, byte-swapped: all are saved as what they show."""
+    base = torch.randn(40, 50)
+    array = np.arange(60, dtype=np.int32).reshape(3, 4, 5)
+    save({"stored": base}, tmp_path / "stored")
+    lazy = open_safetensors(tmp_path / "stored")["stored"]
+    tensors: dict[str, Any] = {
+        "transposed": base.T,
+        "sliced": base[::2, 3:30:3],
+        "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
+        "permuted": torch.randn(2, 3, 4, 5).permute(3, 0, 2, 1),
+        "offset": base[7],
+        "parameter": torch.nn.Parameter(base[:2]),
+        "gradient": (base.clone().requires_grad_() * 2)[0],
+        "conjugate": torch.randn(4, dtype=torch.complex64).conj(),
+        "negative": torch.randn(4, dtype=torch.complex64).conj().imag,
+        "scalar": torch.tensor(3, dtype=torch.int8),
+        "empty": torch.empty(0, 7),
+        "lazy": lazy,
+        "lazy view": lazy.T[3:, ::2],
+        "lazy in memory": LazyTensor.from_tensor(base.T),
+        "tied": base,
+        "tied too": base,
+        "np": array,
+        "np.fortran": np.asfortranarray(array),
+        "np.reversed": array[::-1, :, ::-2],
+        "np.big": array.astype(">i4"),
+        "np.big view": array.astype(">i4")[1, ::2],
+        "np.scalar": np.float64(2.5) * np.ones(()),
+        "np.bool": np.array([True, False]),
+        "np.read-only": np.frombuffer(b"abc", dtype=np.uint8),
+        "np.lazy": LazyArray.from_lazy_tensor(lazy),
+    }
+    save(tensors, tmp_path / "m")
+    loaded = load_file(tmp_path / "m")
+    assert loaded.keys() == tensors.keys()
+    for name, value in tensors.items():
+        if isinstance(value, LazyTensor):
+            expected = value.materialize()
+        elif isinstance(value, torch.Tensor):
+            expected = value.detach().resolve_conj().resolve_neg()
+        else:
+            native = np.array(value, np.asarray(value).dtype.newbyteorder("="), order="C")
+            expected = torch.from_numpy(native)
+        assert loaded[name].dtype == expected.dtype, name
+        assert torch.equal(loaded[name], expected), name
+
+
+def test_pairs_of_four_bits(tmp_path: Path) -> None:
+    """The shape of 4-bit floats is counted in elements in the file, and in pairs in torch."""
+    pairs = torch.arange(6, dtype=torch.uint8).reshape(2, 3).view(torch.float4_e2m1fn_x2)
+    save({"x": pairs}, tmp_path / "m")
+    assert b'"dtype":"F4","shape":[2,6]' in (tmp_path / "m").read_bytes()
+    assert bits(open_safetensors(tmp_path / "m")["x"].materialize()) == bits(pairs)
+    with pytest.raises(UnsavableTensorError, match="'x' is a single"):
+        save({"x": pairs[0, 0]}, tmp_path / "m")
+
+
+def test_checkpoint_to_checkpoint(tmp_path: Path) -> None:
+    """A lazy dictionary is saved with its metadata, unless there is other metadata or none is wanted."""
+    save(one_of_each(), tmp_path / "one", metadata={"format": "pt"})
+    lazy = nvflare_lazy.open(tmp_path / "one")
+    save(lazy, tmp_path / "two")
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    save(lazy, tmp_path / "two", metadata={})
+    assert open_safetensors(tmp_path / "two").metadata == {}
+
+
+def test_saving_over_what_is_being_read(tmp_path: Path) -> None:
+    """A checkpoint can be saved over itself, cast on the way."""
+    save({"a": torch.arange(10.0), "n": torch.tensor(7)}, tmp_path / "m")
+    save(nvflare_lazy.open(tmp_path / "m"), tmp_path / "m", dtype=torch.bfloat16)
+    loaded = load_file(tmp_path / "m")
+    assert loaded["a"].dtype == torch.bfloat16
+    assert loaded["a"].tolist() == list(range(10))
+    assert loaded["n"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("size", [1, 1000, (1 << 20) // 4 + 1, 3 * (1 << 20)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.float8_e4m3fn], ids=str)
+def test_casting(tmp_path: Path, dtype: torch.dtype, size: int) -> None:
+    """Casting while saving gives the bits of torch's own cast, over the edges of tiles too."""
+    tensor = torch.randn(size)
+    save({"lazy": LazyTensor.from_tensor(tensor), "np": tensor.numpy(), "memory": tensor}, tmp_path / "m", dtype=dtype)
+    for loaded in load_file(tmp_path / "m").values():
+        assert bits(loaded) == bits(tensor.to(dtype))
+
+
+def test_progress_and_result(tmp_path: Path) -> None:
+    """Progress adds up to the bytes of the tensors, and what is returned can be opened."""
+    save({"a": torch.zeros(3 << 20), "b": torch.zeros(5)}, tmp_path / "m.safetensors")
+    seen: list[int] = []
+    path = save(nvflare_lazy.open(tmp_path / "m.safetensors"), tmp_path, progress=seen.append)
+    assert path == tmp_path / "model.safetensors"
+    assert sum(seen) == (12 << 20) + 20
+    assert len(seen) > 12
+    assert nvflare_lazy.open(path).nbytes == sum(seen)
+
+
+def sparse() -> torch.Tensor:
+    return torch.eye(3).to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "error", "message"),
+    [
+        ({"x": sparse()}, {}, UnsavableTensorError, "'x' is sparse"),
+        ({"x": torch.empty(3, device="meta")}, {}, UnsavableTensorError, "meta device"),
+        ({"x": [1.0]}, {}, UnsavableTensorError, "'x' is a list: only tensors"),
+        ({"x": 1.0}, {}, UnsavableTensorError, "'x' is a float"),
+        ({"x": torch.ones(2, dtype=torch.complex128)}, {}, UnsupportedDtypeError, "'x' is torch.complex128"),
+        ({"x": np.array(["a"])}, {}, UnsupportedDtypeError, "'x'"),
+        ({"x": np.array([None])}, {}, UnsupportedDtypeError, "'x'"),
+        ({"x": torch.ones(2)}, {"dtype": torch.int32}, UnsupportedDtypeError, "float"),
+        ({"x": torch.ones(1)}, {"metadata": {"a": 1}}, InvalidMetadataError, "'a' has a int"),
+        ({"\ud800": torch.ones(1)}, {}, UnsavableTensorError, "cannot be written"),
+        ({"__metadata__": torch.ones(1)}, {}, SurplusTensorError, "metadata's own name"),
+        ({"x": torch.ones([1] * 65)}, {}, InvalidShapeError, "64"),
+        ({"x": torch.ones(2)}, {"max_shard_size": "a lot"}, ValueError, "is no size"),
+        ({str(n): torch.ones(1) for n in range(600)}, {"max_shard_size": 4}, ValueError, "600 shards"),
+    ],
+)
+def test_what_cannot_be_saved(tmp_path: Path, tensors, options, error, message) -> None:
+    """What is no dense tensor of a type the format has is called by its name, and no file is made."""
+    (tmp_path / "m.safetensors").write_bytes(b"old")
+    with pytest.raises(error, match=message):
+        save(tensors, tmp_path / "m.safetensors", **options)
+    assert files(tmp_path) == ["m.safetensors"]
+    assert (tmp_path / "m.safetensors").read_bytes() == b"old"
+
+
+# ---- sharded ---------------------------------------------------------------------------------------------------
+
+
+def test_sharded(tmp_path: Path) -> None:
+    """A checkpoint that is larger than allowed becomes shards of at most that, an index, and the same tensors."""
+    tensors = {f"layer.{index}": torch.full((100,), float(index)) for index in range(10)} | {"big": torch.zeros(1000)}
+    index = save(tensors, tmp_path / "m.safetensors", max_shard_size=1200, metadata={"k": "v"})
+    assert index == tmp_path / "m.safetensors.index.json"
+    written = json.loads(index.read_text())
+    assert written["metadata"] == {"total_size": 8000}
+    assert files(tmp_path) == [*(f"m-{n:05d}-of-00005.safetensors" for n in range(1, 6)), "m.safetensors.index.json"]
+    assert sorted(set(written["weight_map"].values())) == files(tmp_path)[:-1]
+    for shard in files(tmp_path)[:-1]:
+        loaded = load_file(tmp_path / shard)
+        assert {name for name, of in written["weight_map"].items() if of == shard} == loaded.keys()
+        assert sum(tensor.nbytes for tensor in loaded.values()) <= 1200 or list(loaded) == ["big"]
+    opened = nvflare_lazy.open(tmp_path)
+    assert opened.metadata == {"k": "v"}
+    assert {name: tensor.tolist() for name, tensor in opened.items()} == {
+        name: tensor.tolist() for name, tensor in tensors.items()
+    }
+
+
+def test_small_enough_is_not_sharded(tmp_path: Path) -> None:
+    """What fits into one shard is one file, without an index."""
+    save({"a": torch.zeros(10)}, tmp_path / "m.safetensors", max_shard_size="1KiB")
+    save({"huge": torch.zeros(1000)}, tmp_path / "n.safetensors", max_shard_size="1KiB")
+    assert files(tmp_path) == ["m.safetensors", "n.safetensors"]
+
+
+def test_shards_are_the_same_in_any_order(tmp_path: Path) -> None:
+    """The same tensors make the same shards and the same index, whatever the order of the dictionary."""
+    tensors = one_of_each()
+    for name, given in (("one", tensors), ("two", dict(reversed(tensors.items())))):
+        (tmp_path / name).mkdir()
+        save(given, tmp_path / name, max_shard_size=48)
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    for name in files(tmp_path / "one"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_splitting_into_shards() -> None:
+    """Shards are filled in the order of the file; what is too large has one to itself; nothing makes one empty."""
+    sizes = {"a": 3, "b": 3, "c": 5, "d": 20, "e": 0, "f": 9, "g": 2}
+    shards = split_into_shards([TensorMeta(name, "U8", (size,)) for name, size in sizes.items()], 10)
+    assert [[meta.name for meta in shard] for shard in shards] == [["a", "b"], ["c"], ["d"], ["e", "f"], ["g"]]
+    assert split_into_shards([], 10) == [[]]
+
+
+# ---- in a stream, to a promise ---------------------------------------------------------------------------------
+
+META = [TensorMeta("b", "F32", [2, 2]), TensorMeta("a", "I64", [3])]
+STREAM = [("b", torch.ones(2, 2)), ("a", torch.arange(3))]
+
+
+def test_streaming(tmp_path: Path) -> None:
+    """Tensors from an iterator make the same file as tensors from a dictionary."""
+    path = tmp_path / "m.safetensors"
+    assert save_safetensors_streaming(iter(STREAM), path, META) == str(path)
+    assert collect_state_dict_meta(STREAM) == [(name, dtype, tuple(shape)) for name, dtype, shape in META]
+    save(dict(STREAM), tmp_path / "whole")
+    assert path.read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_streaming_without_the_last_rename(tmp_path: Path) -> None:
+    """With rename=False the whole file is beside its place, and the caller moves it there."""
+    (tmp_path / "m").write_bytes(b"old")
+    assert save_safetensors_streaming(STREAM, tmp_path / "m", META, rename=False) == str(tmp_path / "m.tmp")
+    assert (tmp_path / "m").read_bytes() == b"old"
+    os.replace(tmp_path / "m.tmp", tmp_path / "m")
+    assert load_file(tmp_path / "m")["a"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("stream", "error", "message"),
+    [
+        ([], MissingTensorError, "'b' and what follows it never came"),
+        (STREAM[:1], MissingTensorError, "'a' and what"),
+        ([*STREAM, ("c", torch.ones(1))], SurplusTensorError, "'c' came after the last"),
+        ([*STREAM, STREAM[0]], SurplusTensorError, "'b' came after the last"),
+        ([STREAM[1], STREAM[0]], RenamedTensorError, "'a' came where 'b' was promised"),
+        ([("B", STREAM[0][1]), STREAM[1]], RenamedTensorError, "'B' came where 'b'"),
+        ([("b", torch.ones(4)), STREAM[1]], ReshapedTensorError, r"'b' came in the shape \[4\], promised as \[2, 2\]"),
+        ([("b", torch.ones(2, 3)), STREAM[1]], ReshapedTensorError, r"\[2, 3\]"),
+        (
+            [("b", torch.ones(2, 2, dtype=torch.int32)), STREAM[1]],
+            RetypedTensorError,
+            "'b' came as I32, promised as F32",
+        ),
+        ([("b", torch.ones(2, 2).double()), STREAM[1]], RetypedTensorError, "F64"),
+    ],
+)
+@pytest.mark.parametrize("rename", [True, False])
+def test_broken_promises(tmp_path: Path, stream, error, message, rename) -> None:
+    """Short, surplus, renamed, reshaped and retyped streams end in an error of that name, and there is no file."""
+    with pytest.raises(error, match=message):
+        save_safetensors_streaming(stream, tmp_path / "m", META, rename=rename)
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("meta", "error"),
+    [
+        ([TensorMeta("a", "F31", [1])], UnknownDtypeError),
+        ([TensorMeta("a", "F32", [-1])], InvalidShapeError),
+        ([TensorMeta("a", "F4", [1])], PartialByteError),
+        ([META[0], META[0]], SurplusTensorError),
+        ([TensorMeta("a", "F32", [1]), TensorMeta("a", "F16", [1])], SurplusTensorError),
+    ],
+)
+def test_promises_that_cannot_be_kept(tmp_path: Path, meta, error) -> None:
+    """Metadata that breaks a rule of the format is refused before anything is written."""
+    with pytest.raises(error):
+        save_safetensors_streaming([], tmp_path / "m", meta)
+    assert files(tmp_path) == []
+
+
+def test_a_header_that_would_be_too_large() -> None:
+    """More than the format's 100 MB of header are not begun with."""
+    with pytest.raises(HeaderTooLargeError):
+        lay_out([TensorMeta("a", "U8", [0])], {"k": "v" * 100_000_000}, "m")
+
+
+def test_a_stream_that_fails(tmp_path: Path) -> None:
+    """An iterator that raises in the middle leaves nothing behind."""
+
+    def stream():
+        yield STREAM[0]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save_safetensors_streaming(stream(), tmp_path / "m", META)
+    assert files(tmp_path) == []
+
+
+def test_duplicate_names_are_not_a_mapping(tmp_path: Path) -> None:
+    """The strict reader refuses what a careless writer would have written for a promise of the same name twice."""
+    text = b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
+    (tmp_path / "m").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(DuplicateKeyError):
+        nvflare_lazy.open(tmp_path / "m")
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_permissions_by_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    """A file, its shards and its index may be read by whoever the umask lets read it."""
+    before = os.umask(umask)
+    try:
+        save({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path, max_shard_size=4)
+        save({"a": torch.zeros(1)}, tmp_path / "single")
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(os.stat(tmp_path / name).st_mode) for name in files(tmp_path)} == {mode}
+    assert len(files(tmp_path)) == 4

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The streaming writer: pieces in any order from any thread, complete and once, or there is no file."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import nvflare_lazy
+from nvflare_lazy.errors import (
+    IncompleteTensorError,
+    MissingTensorError,
+    RepeatedWriteError,
+    SaveError,
+    SourceError,
+    SurplusTensorError,
+)
+from nvflare_lazy.formats import StreamingWriter, TensorMeta, copying, save
+from nvflare_lazy.formats.written_ranges import WrittenRanges
+from nvflare_lazy.tensors.byte_source import FailedSource, MemorySource, open_source
+
+META = [TensorMeta("w", "F32", [300, 1000]), TensorMeta("b", "I64", [7]), TensorMeta("e", "U8", [0])]
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+@pytest.mark.parametrize("max_shard_size", [None, 1000])
+def test_tiles_from_many_threads(tmp_path: Path, max_shard_size: int | None) -> None:
+    """Tiles of any size, in any order, from eight threads make the file that saving at once makes."""
+    tensors = {"w": torch.randn(300, 1000), "b": torch.arange(7), "e": torch.empty(0, dtype=torch.uint8)}
+    chance = random.Random(0)
+    tiles = []
+    for name, tensor in tensors.items():
+        data = bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+        cuts = sorted({0, len(data), *(chance.randrange(len(data) + 1) for _ in range(min(len(data), 60)))})
+        tiles += [(name, begin, data[begin:end]) for begin, end in itertools.pairwise(cuts)]
+    chance.shuffle(tiles)
+    with (
+        StreamingWriter(tmp_path / "m.safetensors", META, metadata={"k": "v"}, max_shard_size=max_shard_size) as writer,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        for future in [pool.submit(writer.write, *tile) for tile in tiles]:
+            future.result()
+    save(tensors, tmp_path / "whole", metadata={"k": "v"})
+    if max_shard_size is None:
+        assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "whole").read_bytes()
+    written = nvflare_lazy.open(tmp_path / "m.safetensors")
+    assert written.metadata == {"k": "v"}
+    assert all(torch.equal(written[name].materialize(), tensor) for name, tensor in tensors.items())
+
+
+def test_nothing_is_seen_before_the_end(tmp_path: Path) -> None:
+    """Until the commit there is no file of any name; after it there is one."""
+    with StreamingWriter(tmp_path / "m", [TensorMeta("a", "U8", [3])]) as writer:
+        writer.write("a", 1, b"bc")
+        writer.write("a", 0, b"a")
+        assert files(tmp_path) == []
+        assert writer.commit() == tmp_path / "m"
+        assert files(tmp_path) == ["m"]
+        assert writer.commit() == tmp_path / "m"
+    assert bytes(load_file(tmp_path / "m")["a"]) == b"abc"
+
+
+@pytest.mark.parametrize(
+    ("write", "error", "message"),
+    [
+        (lambda writer: None, MissingTensorError, "'a' was promised and never written"),
+        (lambda writer: writer.write("a", 0, b"12"), IncompleteTensorError, "bytes 2 to 4 of tensor 'a'"),
+        (lambda writer: writer.write("a", 1, b"12"), IncompleteTensorError, "bytes 0 to 1 of tensor 'a'"),
+        (lambda writer: (writer.write("a", 0, b"1"), writer.write("a", 3, b"1")), IncompleteTensorError, "1 to 3"),
+        (lambda writer: (writer.write("a", 0, b"1234"), writer.write("a", 2, b"1")), RepeatedWriteError, "2 to 3"),
+        (lambda writer: writer.write("a", 2, b"123"), SurplusTensorError, "has 4 bytes as promised, not 2 to 5"),
+        (lambda writer: writer.write("x", 0, b"1"), SurplusTensorError, "nobody promised a tensor 'x'"),
+        (
+            lambda writer: writer.copy("a", MemorySource(b"12345")),
+            SurplusTensorError,
+            "4 bytes as promised, not 0 to 5",
+        ),
+        (lambda writer: writer.copy("a", MemorySource(b"123")), IncompleteTensorError, "3 to 4"),
+        (lambda writer: writer.copy("a", FailedSource(4, SourceError("gone"))), SourceError, "gone"),
+    ],
+)
+def test_incomplete_and_surplus(tmp_path: Path, write, error, message) -> None:
+    """Whatever is missing, twice or too much is named, and what was at the path stays."""
+    (tmp_path / "m").write_bytes(b"old")
+    writer = StreamingWriter(tmp_path / "m", [TensorMeta("a", "U8", [4])])
+    with pytest.raises(error, match=message), writer:
+        write(writer)
+    assert files(tmp_path) == ["m"]
+    assert (tmp_path / "m").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("offset", [-1, -5])
+def test_offsets_are_not_negative(tmp_path: Path, offset: int) -> None:
+    """A negative offset would write into the tensor before."""
+    with pytest.raises(SurplusTensorError), StreamingWriter(tmp_path / "m", [TensorMeta("a", "U8", [4])]) as writer:
+        writer.write("a", offset, b"12345"[:4])
+    assert files(tmp_path) == []
+
+
+def test_a_mistake_in_a_thread_is_not_forgotten(tmp_path: Path) -> None:
+    """A tile that was written twice stops the commit, even if nobody looked at the thread that did it."""
+    writer = StreamingWriter(tmp_path / "m", [TensorMeta("a", "U8", [4])])
+    writer.write("a", 0, b"1234")
+
+    def twice() -> None:
+        with pytest.raises(RepeatedWriteError):
+            writer.write("a", 0, b"9")
+
+    thread = threading.Thread(target=twice)
+    thread.start()
+    thread.join()
+    with pytest.raises(RepeatedWriteError):
+        writer.commit()
+    assert files(tmp_path) == []
+
+
+def test_writes_after_the_end(tmp_path: Path) -> None:
+    """A late tile meets an error of ours, and never another file that got the same descriptor."""
+    writer = StreamingWriter(tmp_path / "m", [TensorMeta("a", "U8", [4])])
+    writer.abort()
+    writer.abort()
+    with open(tmp_path / "other", "wb") as other:
+        with pytest.raises(SaveError, match="after the save ended"):
+            writer.write("a", 0, b"1234")
+        with pytest.raises(SaveError):
+            writer.commit()
+        assert other.tell() == 0
+    assert files(tmp_path) == ["other"]
+
+
+def test_abort_while_threads_write(tmp_path: Path) -> None:
+    """An abort in the middle of other threads' writes closes nothing under them."""
+    nbytes = 1 << 22
+    writer = StreamingWriter(tmp_path / "m", [TensorMeta(str(index), "U8", [nbytes]) for index in range(4)])
+    started = threading.Barrier(5)
+    errors: list[BaseException] = []
+
+    def write(name: str) -> None:
+        started.wait()
+        try:
+            for offset in range(0, nbytes, 4096):
+                writer.write(name, offset, bytes(4096))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(str(index),)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    started.wait()
+    writer.abort()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 4
+    assert all(type(error) is SaveError for error in errors)
+    assert files(tmp_path) == []
+
+
+def test_dropped_without_an_end(tmp_path: Path) -> None:
+    """A writer that is forgotten leaves nothing."""
+    before = len(os.listdir("/proc/self/fd"))
+    writer = StreamingWriter(tmp_path / "m", [TensorMeta("a", "U8", [4])])
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    del writer
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert files(tmp_path) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=12))
+def test_written_ranges(pairs: list[tuple[int, int]]) -> None:
+    """What was written is known exactly: the first gap, and whether a range is new."""
+    ranges, there = WrittenRanges(12), set()
+    for one, other in pairs:
+        begin, end = sorted((one, other))
+        added = set(range(begin, end))
+        assert ranges.add(begin, end) == there.isdisjoint(added)
+        if there.isdisjoint(added):
+            there |= added
+        missing = sorted(set(range(12)) - there)
+        gap = ranges.first_gap
+        if not missing:
+            assert gap is None
+        else:
+            assert gap is not None
+            assert gap[0] == missing[0]
+            assert set(range(*gap)) <= set(missing)
+            assert gap[1] == 12 or gap[1] in there
+
+
+# ---- copying by a file server ----------------------------------------------------------------------------------
+
+
+class Server:
+    """Stands in for a file system whose server copies, with any mood."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, mood: str) -> None:
+        self.copied = 0
+        self.mood = mood
+        self._copy = os.copy_file_range
+        monkeypatch.setattr(copying, "_server_copies", lambda device: True)
+        monkeypatch.setattr(os, "copy_file_range", self)
+
+    def __call__(self, source: int, target: int, count: int, offset: int, target_offset: int) -> int:
+        if self.mood.startswith("E") and (self.copied or self.mood != "EIO later"):
+            raise OSError(getattr(errno, self.mood.split()[0]), self.mood)
+        if self.mood == "nothing":
+            return 0
+        if self.mood == "halfway" and self.copied > 1_000_000:
+            raise OSError(errno.EINVAL, "enough")
+        done = self._copy(source, target, min(count, 777_777), offset, target_offset)
+        self.copied += done
+        return done
+
+
+@pytest.mark.parametrize("mood", ["short copies", "nothing", "halfway", "EXDEV", "EINVAL", "ENOSYS", "EOPNOTSUPP"])
+def test_a_server_copies_what_it_will(tmp_path: Path, monkeypatch, mood: str) -> None:
+    """Whatever the server does not copy, in parts or at all, is copied here; nothing is missing or twice."""
+    save({"a": torch.randn(1_000_003), "b": torch.randn(5)}, tmp_path / "one")
+    server = Server(monkeypatch, mood)
+    lazy = nvflare_lazy.open(tmp_path / "one")
+    save(lazy, tmp_path / "two")
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert (server.copied > 0) == (mood in ("short copies", "halfway"))
+
+
+def test_a_server_that_fails(tmp_path: Path, monkeypatch) -> None:
+    """An error of the disk is not mistaken for a file system that cannot copy."""
+    save({"a": torch.randn(1_000_003)}, tmp_path / "one")
+    Server(monkeypatch, "EIO later")
+    with pytest.raises(OSError, match="EIO"):
+        save(nvflare_lazy.open(tmp_path / "one"), tmp_path / "two")
+    assert files(tmp_path) == ["one"]
+
+
+def test_a_server_is_asked_only_where_there_is_one(tmp_path: Path, monkeypatch) -> None:
+    """On a local file system, and from one to another, tiles go through a buffer, which is faster."""
+    save({"a": torch.randn(100)}, tmp_path / "one")
+
+    def refuse(*args: object) -> int:
+        raise AssertionError("not here")
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    save(nvflare_lazy.open(tmp_path / "one"), tmp_path / "two")
+    monkeypatch.setattr(copying, "_server_copies", lambda device: True)
+    real = os.fstat
+    source = open_source(tmp_path / "one")
+
+    def elsewhere(fd: int) -> os.stat_result:
+        found = real(fd)
+        with source.file_range()[0].descriptor() as lent:
+            values = list(found)
+            values[2] += fd == lent
+            return os.stat_result(values)
+
+    monkeypatch.setattr(copying.os, "fstat", elsewhere)
+    with StreamingWriter(tmp_path / "three", [TensorMeta("a", "U8", [source.nbytes])]) as writer:
+        writer.copy("a", source)
+    assert bytes(load_file(tmp_path / "three")["a"]) == (tmp_path / "one").read_bytes()
