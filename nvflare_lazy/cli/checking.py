@@ -77,7 +77,7 @@ def check(file: str, *, section: str | None = None, finite: bool = False) -> Rep
         return Report(problems=[error_line(error)])
     report = Report(len(tensors), tensors.nbytes)
     steps = [*sums, *_reading_steps(tensors, finite, is_read=bool(sums))]
-    with progress(f"Checking {os.path.basename(file)}", sum(step.nbytes for step in steps)) as done:
+    with progress(f"Checking {printable(os.path.basename(file))}", sum(step.nbytes for step in steps)) as done:
         for step in steps:
             try:
                 problem = step.run(done)

@@ -44,7 +44,7 @@ def convert(
     IN is of any kind: a safetensors file, the index or the directory of a sharded one, or a PyTorch checkpoint. OUT
     is a file, NAME.safetensors, or a directory, which gets a model.safetensors.
 
-    Memory stays at a few megabytes whatever the size. OUT appears when all of it is on the disk, or not at all.
+    A large checkpoint takes no more memory than a small one. OUT appears when all of it is on the disk, or not at all.
     """
     if os.path.isdir(target):
         target = os.path.join(target, "model.safetensors")

@@ -82,6 +82,19 @@ def test_dtype_that_is_none(cli, model, dtype):
     assert not os.path.exists("out.safetensors")
 
 
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3"])
+def test_type_that_cannot_be_cast(cli, tmp_path, dtype):
+    """It can be copied; asked to cast it, the command refuses, names the tensor, and writes nothing."""
+    write_sparse(tmp_path / "in", {"scales": ("F32", (4,)), "experts.w": (dtype, (4, 8))})
+    code, _, err = cli("convert", "in", "out.safetensors", "--dtype", "bf16")
+    assert code == 1
+    assert "tensor 'experts.w': torch" in err
+    assert "cannot cast" in err
+    assert not os.path.exists("out.safetensors")
+    assert cli("convert", "in", "out.safetensors").code == 0
+    assert Path("out.safetensors").read_bytes() == Path("in").read_bytes()
+
+
 def test_shards(cli, tmp_path, tensors):
     """Shards and an index as others write them, which open as one."""
     tensors = {f"layers.{i}": torch.full((1000,), float(i)) for i in range(10)}

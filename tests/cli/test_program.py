@@ -151,27 +151,37 @@ def test_terminal_without_unicode(start, tmp_path):
 def test_progress_on_a_terminal_and_not_in_a_pipe(start, tmp_path):
     """Whoever watches sees how far it is; what is left on the screen, and in a pipe, is the result."""
     write_sparse(tmp_path / "f", {"w": ("F32", (16, 1 << 20))})
-    ours, theirs = pty.openpty()
-    process = start("convert", "f", "a.safetensors", stderr=theirs, env={**os.environ, "TERM": "xterm"})
-    os.close(theirs)
-    shown = b""
-    # A terminal whose other side is gone reads as an I/O error.
-    while chunk := read_terminal(ours):
-        shown += chunk
-    os.close(ours)
-    assert process.wait(60) == 0
-    assert process.stdout.read() == b"a.safetensors: 1 tensor, 64.0 MiB\n"
+    result = b"a.safetensors: 1 tensor, 64.0 MiB\n"
+    shown, process = on_terminal(start, "convert", "f", "a.safetensors")
+    assert (process.wait(60), process.stdout.read()) == (0, result)
     assert b"Converting" in shown
     assert b"64.0" in shown
-    piped = start("convert", "f", "b.safetensors")
-    assert piped.communicate(timeout=60) == (b"b.safetensors: 1 tensor, 64.0 MiB\n", b"")
+    piped = start("convert", "f", "a.safetensors", "--force")
+    assert piped.communicate(timeout=60) == (result, b"")
 
 
-def read_terminal(descriptor: int) -> bytes:
+def test_progress_of_a_file_with_an_odd_name(start, tmp_path):
+    """A name is never taken for markup, nor obeyed by the terminal."""
+    write_sparse(tmp_path / "[bold]\x1b[5m", {"w": ("F32", (16, 1 << 20))})
+    shown, process = on_terminal(start, "verify", "[bold]\x1b[5m")
+    assert process.wait(60) == 0
+    assert b"Checking [bold]\\x1b[5m" in shown
+    assert b"\x1b[5m" not in shown
+
+
+def on_terminal(start, *args) -> tuple[bytes, subprocess.Popen]:
+    """Start a command whose stderr is a terminal; return what it has shown there until it ended."""
+    ours, theirs = pty.openpty()
+    process = start(*args, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "120"})
+    os.close(theirs)
+    shown = b""
     try:
-        return os.read(descriptor, 1 << 16)
+        while chunk := os.read(ours, 1 << 16):
+            shown += chunk
     except OSError:
-        return b""
+        pass  # so a terminal reads when nobody writes to it any more
+    os.close(ours)
+    return shown, process
 
 
 def test_runs_as_a_module_and_as_a_script():
