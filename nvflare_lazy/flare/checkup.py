@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a machine and a site are ready for a job: what can be known before one runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from nvflare_lazy.errors import ScratchError
+from nvflare_lazy.scratch import JobScratch, list_scratch
+from nvflare_lazy.tensors.sizes import format_size
+
+OK, WARNING, PROBLEM = "ok", "warning", "PROBLEM"
+_PACKAGES = ("nvflare-lazy", "nvflare", "torch", "safetensors", "numpy")
+_ENOUGH_FILES = 1024
+_SPEED_TEST_BYTES = 256 << 20
+_SLOW_BYTES_PER_SECOND = 150 << 20
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+PREFIX = "nvflare_lazy."
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        level: `OK`, `WARNING` or `PROBLEM`.
+        what: What was found, and if it is not well, what to do.
+    """
+
+    level: str
+    what: str
+
+
+def examine(scratch_dir: str | None = None, site: Path | None = None) -> Iterator[Finding]:
+    """Look at everything, one finding at a time.
+
+    Args:
+        scratch_dir: The scratch root a job will use; the default one if not given.
+        site: The folder of a provisioned site or server, to look at what it allows.
+    """
+    yield from versions()
+    yield from handlers()
+    yield from scratch(scratch_dir)
+    yield from limits()
+    if site is not None:
+        yield from allow_list(site)
+
+
+def versions() -> Iterator[Finding]:
+    """Say what is installed."""
+    yield Finding(OK, f"Python {sys.version.split()[0]} at {sys.executable}")
+    for package in _PACKAGES:
+        try:
+            yield Finding(OK, f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            yield Finding(PROBLEM, f"{package} is not installed in this environment: pip install {package}")
+
+
+def handlers() -> Iterator[Finding]:
+    """Say whether this package's handlers can take their places in NVFlare."""
+    from nvflare_lazy.transport.registration import install
+
+    found = install()
+    for handler in found.handlers:
+        yield Finding(OK if handler.ours else PROBLEM, f"handler of {handler}")
+
+
+def scratch(scratch_dir: str | None) -> Iterator[Finding]:
+    """Lease scratch as a job would, and measure it."""
+    try:
+        job = JobScratch.open(scratch_dir, job="doctor", warn=False)
+    except ScratchError as error:
+        yield Finding(PROBLEM, f"scratch: {error}")
+        return
+    with job:
+        report = job.report
+        for warning in report.warnings:
+            yield Finding(WARNING if report.writable else PROBLEM, f"scratch: {warning}")
+        room = job.free()
+        yield Finding(
+            OK if room > _SPEED_TEST_BYTES else PROBLEM,
+            f"scratch root {report.path} on {report.file_system}: {format_size(room)} to use of "
+            f"{format_size(report.total)}; one round takes the model's size times the number of clients, and once more",
+        )
+        if room > 2 * _SPEED_TEST_BYTES:
+            yield _speed(job)
+    dead = [lease for lease in list_scratch(scratch_dir) if lease.alive is False]
+    if dead:
+        total = format_size(sum(lease.nbytes for lease in dead))
+        yield Finding(
+            WARNING, f"dead processes left {total} of scratch; the next job removes it, or nvflare-lazy clean"
+        )
+
+
+def limits() -> Iterator[Finding]:
+    """Look at what the system lets a process have."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < _ENOUGH_FILES:
+        yield Finding(WARNING, f"only {files} open files are allowed: raise it with ulimit -n {_ENOUGH_FILES}")
+    else:
+        yield Finding(OK, f"{files} open files are allowed")
+    size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if size != resource.RLIM_INFINITY:
+        yield Finding(WARNING, f"files may have {format_size(size)} at most: a model that is larger cannot be saved")
+    for path in _CGROUP_LIMITS:
+        try:
+            limit = path.read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit() and int(limit) < 1 << 60:
+            yield Finding(OK, f"this container may use {format_size(int(limit))} of memory, page cache included")
+
+
+def allow_list(site: Path) -> Iterator[Finding]:
+    """Look at which component classes a site lets jobs name that bring no code of their own."""
+    local = site / "local" if (site / "local").is_dir() else site
+    path = next(
+        (local / name for name in ("resources.json", "resources.json.default") if (local / name).exists()), None
+    )
+    if path is None:
+        yield Finding(PROBLEM, f"{site} has no local/resources.json: is it the folder of a site?")
+        return
+    try:
+        resources = json.loads(path.read_text())
+    except ValueError as error:
+        yield Finding(PROBLEM, f"{path} is not JSON: {error}")
+        return
+    allowed = resources.get("class_allow_list")
+    if allowed is not None and any(entry == "*" or PREFIX.startswith(entry) for entry in allowed):
+        yield Finding(OK, f"{path} allows {PREFIX}*")
+    elif resources.get("class_list_enforcement_mode") == "warn":
+        yield Finding(WARNING, f'{path} does not allow {PREFIX}*, and only warns: add "{PREFIX}" to class_allow_list')
+    else:
+        yield Finding(
+            PROBLEM,
+            f'{path} does not allow {PREFIX}*: add "{PREFIX}" to class_allow_list, or only jobs with code of their '
+            "own (BYOC) can use it",
+        )
+
+
+def _speed(job: JobScratch) -> Finding:
+    block = bytearray(8 << 20)
+    with job.download("speed") as download:
+        path = download.path / "speed"
+        started = time.monotonic()
+        with open(path, "wb", buffering=0) as file:
+            for _ in range(_SPEED_TEST_BYTES // len(block)):
+                file.write(block)
+            os.fsync(file.fileno())
+        speed = _SPEED_TEST_BYTES / (time.monotonic() - started)
+        path.unlink()
+    if speed < _SLOW_BYTES_PER_SECOND:
+        return Finding(
+            WARNING, f"scratch takes {format_size(int(speed))}/s: rounds will wait for it; use a faster disk"
+        )
+    return Finding(OK, f"scratch takes {format_size(int(speed))}/s")

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LazyAggregator`: combines the results of a round within a memory budget, by any rule, into a file.
+
+Stands between the results, which lie in scratch as lazy tensors, and the persistor, which gives the file that comes out
+its name. It keeps results until the round is over, since the order of arrival must not show in the bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+from nvflare.app_common.abstract.model import ModelLearnableKey
+from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
+from nvflare.app_common.aggregators.weighted_aggregation_helper import AggregationStatsKey
+from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.workflows.base_fedavg import make_fedavg_metrics_aggregation_info
+
+from nvflare_lazy.aggregation import Aggregation, AggregationReport
+from nvflare_lazy.errors import NothingToAggregateError, TooFewResultsError, UnfitResultError
+from nvflare_lazy.flare import job_context
+from nvflare_lazy.flare.outgoing import Outgoing
+from nvflare_lazy.flare.round_results import RoundResults, client_of
+from nvflare_lazy.flare.server_step import ServerStep
+from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET
+from nvflare_lazy.flare.weights import as_weights, holds_arrays
+from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.transport.registration import install
+
+logger = logging.getLogger(__name__)
+
+OnTooFew = Literal["fail", "skip"]
+
+
+class LazyAggregator(ModelAggregator):
+    """Aggregates with `nvflare_lazy.aggregate`'s engine, for FedAvg and ScatterAndGather.
+
+    | to                                         | set                                                            |
+    |--------------------------------------------|----------------------------------------------------------------|
+    | stand clients that lie                     | `rule="trimmed_mean"`, `"median"`, `"krum"`, …, `rule_args`    |
+    | weigh clients                              | `aggregation_weights={"site-1": 2.0}`                          |
+    | keep some tensors out of it                | `exclude_vars="running_(mean|var)"`                            |
+    | use an optimizer on the server             | `server_optimizer={"name": "adam", "lr": 0.01}`                |
+    | go on when a round has too few results     | `min_results`, `on_too_few="skip"`                             |
+
+    A result is taken whole or not at all: one that could not be received, does not fit the global model, or cannot be
+    read while it is combined is left out, and the log says why. Metrics are averaged as FedAvg does it on its own.
+    Differences are added to the global model here, in a stream, so controllers get the whole model.
+
+    Args:
+        rule: Name of the rule.
+        rule_args: Arguments of the rule.
+        exclude_vars: Regular expression; tensors whose name it is found in are not in the result.
+        aggregation_weights: A factor for the weight of some clients, on top of the steps they trained.
+        memory_budget: Memory to work in; that of `TensorOffload`, if not given.
+        on_non_finite: What to do about results with NaN or infinity in them: "leave_out", "keep" or "error".
+        min_results: How many usable results a round needs.
+        on_too_few: What to do with fewer: "fail", or "skip" the round, which leaves the global model as it is.
+        server_optimizer: An optimizer that takes the step from the global model to the next; see `ServerStep`.
+
+    Example:
+        >>> {"path": "nvflare_lazy.flare.LazyAggregator", "args": {"rule": "krum", "rule_args": {"byzantine": 1}}}
+    """
+
+    def __init__(
+        self,
+        rule: str = "mean",
+        rule_args: dict[str, Any] | None = None,
+        exclude_vars: str | None = None,
+        aggregation_weights: dict[str, float] | None = None,
+        memory_budget: int | str | None = None,
+        on_non_finite: Literal["leave_out", "keep", "error"] = "leave_out",
+        min_results: int = 1,
+        on_too_few: OnTooFew = "fail",
+        server_optimizer: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if on_too_few not in ("fail", "skip"):
+            raise ValueError(f"on_too_few must be 'fail' or 'skip', not {on_too_few!r}")
+        self.rule = rule
+        self.rule_args = rule_args
+        self.exclude_vars = exclude_vars
+        self.aggregation_weights = aggregation_weights
+        self.memory_budget = memory_budget
+        self.on_non_finite = on_non_finite
+        self.min_results = min_results
+        self.on_too_few = on_too_few
+        self.server_optimizer = server_optimizer
+        # Said now, and not at the end of the first round, if something in it is wrong.
+        self._aggregation("FULL")
+        self._step = ServerStep(server_optimizer)
+        self._round = RoundResults(aggregation_weights or {})
+        install()
+
+    # ---- NVFlare's side ------------------------------------------------------------------------------------------
+
+    def accept_model(self, model: FLModel) -> None:
+        """Take a client's result into the round.
+
+        Raises:
+            UnfitResultError: If it cannot be used; the round goes on without it.
+        """
+        try:
+            self._round.take(model, self._global_weights())
+        except UnfitResultError as error:
+            self._leave_out(client_of(model), str(error))
+            raise
+
+    def aggregate_model(self) -> FLModel:
+        """Combine the results of the round and let go of them."""
+        started = time.monotonic()
+        try:
+            report, weights = self._combine()
+        except TooFewResultsError as error:
+            if self.on_too_few == "fail":
+                raise
+            self.warning(f"{error}; the global model stays as it is")
+            return self._unchanged()
+        finally:
+            self._round.clear()
+        log = job_context.round_log_of(self.fl_ctx)
+        if log is not None:
+            log.aggregated(time.monotonic() - started, list(report.contributors))
+        return weights
+
+    def reset_stats(self) -> None:
+        """Let go of what is left of a round."""
+        self._round.clear()
+
+    # ---- how -----------------------------------------------------------------------------------------------------
+
+    def _combine(self) -> tuple[AggregationReport, FLModel]:
+        results = self._round
+        kind = "DIFF" if results.params_type == ParamsType.DIFF else "FULL"
+        params = results.params
+        numpy = any(holds_arrays(tensors) for tensors in params.values())
+        base = self._global_weights()
+        outgoing = Outgoing.of(self.fl_ctx)
+        place = outgoing.new(self._expected_bytes(params))
+        try:
+            result = self._aggregation(kind).run(
+                params, place.path, weights=results.weights, reference=base, cancel=self._cancelled, keep_alive=place
+            )
+        except NothingToAggregateError as error:
+            raise TooFewResultsError(f"round {self._round_number()} has no usable results: {error}") from error
+        for client, error in result.report.left_out.items():
+            self._leave_out(client, str(error))
+        took_part = list(result.report.contributors)
+        if len(took_part) < self.min_results:
+            raise TooFewResultsError(
+                f"round {self._round_number()} has {len(took_part)} usable results, and min_results is {self.min_results}"
+            )
+        tensors = result.tensors
+        if kind == "DIFF" or self._step.optimizes:
+            tensors = self._step.take(
+                base or {}, tensors, kind, outgoing, self._round_number(), memory_budget=self._budget()
+            )
+        metrics = results.mean_metrics(took_part, self._warn_metric)
+        self._tell_stats(params, took_part, result.report)
+        return result.report, FLModel(
+            params=self._named(tensors, base, numpy=numpy),
+            params_type=ParamsType.FULL,
+            metrics=metrics,
+            meta={AppConstants.METRICS_AGGREGATION_INFO: self._metrics_info(took_part)},
+        )
+
+    def _aggregation(self, kind: Literal["FULL", "DIFF"]) -> Aggregation:
+        return Aggregation(
+            rule={"name": self.rule, **(self.rule_args or {})},
+            params_type=kind,
+            memory_budget=self._budget(),
+            exclude=self.exclude_vars,
+            on_mismatch="leave_out",
+            on_non_finite=self.on_non_finite,
+            # The persistor makes it so, once it is what the job goes on from.
+            durable=False,
+        )
+
+    def _budget(self) -> int | str:
+        if self.memory_budget is not None:
+            return self.memory_budget
+        offload = job_context.offload_of(self.fl_ctx)
+        return DEFAULT_MEMORY_BUDGET if offload is None else offload.memory_budget
+
+    def _global_weights(self) -> Mapping[str, Any] | None:
+        learnable = self.fl_ctx.get_prop(AppConstants.GLOBAL_MODEL) if self.fl_ctx else None
+        weights = learnable.get(ModelLearnableKey.WEIGHTS) if isinstance(learnable, Mapping) else None
+        return weights if isinstance(weights, Mapping) and weights else None
+
+    def _named(self, tensors: LazyTensorDict, base: Mapping[str, Any] | None, *, numpy: bool) -> dict[str, Any]:
+        """Return the next global model, its tensors in the order the model had them in before."""
+        weights = as_weights(tensors.entries, numpy=numpy)
+        order = {name: place for place, name in enumerate(base or ())}
+        return dict(sorted(weights.items(), key=lambda item: order.get(item[0], len(order))))
+
+    def _unchanged(self) -> FLModel:
+        return FLModel(params=dict(self._global_weights() or {}), params_type=ParamsType.FULL)
+
+    def _expected_bytes(self, params: Mapping[str, Mapping[str, Any]]) -> int:
+        return max((sum(int(value.nbytes) for value in tensors.values()) for tensors in params.values()), default=0)
+
+    def _leave_out(self, client: str, reason: str) -> None:
+        self.warning(f"round {self._round_number()}: {client} is left out: {reason}")
+        log = job_context.round_log_of(self.fl_ctx)
+        if log is not None:
+            log.left_out(client, reason)
+
+    def _warn_metric(self, name: str, kind: str) -> None:
+        self.warning(f"metric {name!r} is a {kind}: it is not averaged")
+
+    def _cancelled(self) -> bool:
+        signal = self.fl_ctx.get_run_abort_signal() if self.fl_ctx else None
+        return bool(signal is not None and signal.triggered)
+
+    def _round_number(self) -> int | None:
+        number: int | None = self.fl_ctx.get_prop(AppConstants.CURRENT_ROUND) if self.fl_ctx else None
+        return number
+
+    def _metrics_info(self, took_part: list[str]) -> dict[str, Any]:
+        weights = self._round.weights
+        key = "effective_fedavg_metric_weight"
+        info: dict[str, Any] = make_fedavg_metrics_aggregation_info(
+            weight_key=key,
+            weight_formula="aggregation_weight * NUM_STEPS_CURRENT_ROUND",
+            site_weights=[{"name": name, "weight": weights[name], "weight_key": key} for name in took_part],
+        )
+        return info
+
+    def _tell_stats(
+        self, params: Mapping[str, Mapping[str, Any]], took_part: list[str], report: AggregationReport
+    ) -> None:
+        """Leave the statistics where NVFlare's own aggregation leaves them."""
+        if self.fl_ctx is None:
+            return
+        excluded = re.compile(self.exclude_vars) if self.exclude_vars else None
+        seen = {name for client in took_part for name in params[client]}
+        skipped = {name for name in seen if excluded is not None and excluded.search(name)}
+        partial = len(report.partial)
+        stats = {
+            AggregationStatsKey.ROUND: self._round_number(),
+            AggregationStatsKey.ACCEPTED_CONTRIBUTIONS: len(took_part),
+            AggregationStatsKey.CONTRIBUTORS: sorted(took_part),
+            AggregationStatsKey.KEYS_AGGREGATED: report.tensors,
+            AggregationStatsKey.KEYS_SEEN: len(seen),
+            AggregationStatsKey.FULLY_MATCHED_KEYS: report.tensors - partial,
+            AggregationStatsKey.PARTIALLY_MATCHED_KEYS: partial,
+            AggregationStatsKey.SKIPPED_KEYS: len(skipped),
+        }
+        self.fl_ctx.set_prop(AppConstants.AGGREGATION_STATS, stats, private=True, sticky=False)
+
+    def warning(self, message: str) -> None:
+        """Log a warning, also outside of a run."""
+        if self.fl_ctx is None:
+            logger.warning("%s", message)
+        else:
+            self.log_warning(self.fl_ctx, message, fire_event=False)
+
+
