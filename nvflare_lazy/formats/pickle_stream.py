@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.tensors.byte_source import OpenFile
 
-_READ_AHEAD = 64 << 10
 # Names and numbers of text opcodes are short; only an attack has a line longer than this.
 _LONGEST_LINE = 4096
 _WIDEST_LONG = 1024
@@ -60,13 +59,15 @@ class PickleStream:
         file: The open file.
         start: Where the first pickle begins.
         stop: Where the last one must have ended.
+        read_ahead: How much is read at once; little, where short pickles lie between tensor data.
     """
 
-    def __init__(self, file: OpenFile, start: int, stop: int) -> None:
+    def __init__(self, file: OpenFile, start: int, stop: int, read_ahead: int = 64 << 10) -> None:
         self.path = file.path
         self._file = file
         self._not_pickle = start
         self._stop = stop
+        self._read_ahead = read_ahead
         self._buffer = b""
         self._at = 0
         self._buffer_end = start
@@ -132,7 +133,7 @@ class PickleStream:
     def _fill(self) -> None:
         self._check(1)
         at = self._buffer_end
-        chunk = bytearray(min(_READ_AHEAD, self._stop - at))
+        chunk = bytearray(min(self._read_ahead, self._stop - at))
         self._file.read_into(memoryview(chunk), at)
         self._buffer, self._at, self._buffer_end = bytes(chunk), 0, at + len(chunk)
 
@@ -229,7 +230,7 @@ SCALARS: dict[int, Callable[[PickleStream], object]] = {
     ord("X"): _text("<I"),
     0x8C: _text("<B"),
     0x8D: _text("<Q"),
-    ord("T"): _python2_string("<i"),
+    ord("T"): _python2_string("<I"),
     ord("U"): _python2_string("<B"),
     ord("B"): _binary("<I"),
     ord("C"): _binary("<B"),

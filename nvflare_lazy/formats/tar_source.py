@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _MEMBERS = ("storages", "tensors", "pickle")
 _MOST_DIMENSIONS = 64
+# A row of the tables; behind it lies a storage, which is skipped.
+_READ_AHEAD = 256
 
 
 class TarSource(LazyDataSource):
@@ -46,8 +48,8 @@ class TarSource(LazyDataSource):
                 f"{self.path} is a tar archive, but no PyTorch checkpoint; it has {some or 'nothing in it'}"
             )
         streams = {
-            name: PickleStream(self.file, members[name].offset, members[name].offset + members[name].nbytes)
-            for name in _MEMBERS
+            name: PickleStream(self.file, member.offset, member.offset + member.nbytes, _READ_AHEAD)
+            for name, member in members.items()
         }
         self.swapped = sys.byteorder != "little"
         self._storages: dict[str, FileSource] = {}

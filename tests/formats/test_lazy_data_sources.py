@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LazyDataSource`, the sources that change what they read, and how little is read and kept at all."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from nvflare_lazy.errors import StorageError
+from nvflare_lazy.formats.lazy_data import (
+    LazyDataSource,
+    LegacyMultiStorageSource,
+    TarSource,
+    ZipSource,
+    open_pytorch,
+)
+from nvflare_lazy.formats.rewritten_source import ByteSwappedSource, SignFlippedSource
+from nvflare_lazy.tensors.byte_source import MemorySource, OpenFile
+from tests.formats import pytorch_files as files
+from tests.tensors.byte_source_contract import ByteSourceContract
+
+KINDS = {
+    "zip": (files.save_zip, LazyDataSource.from_zip, ZipSource),
+    "legacy": (files.save_legacy, LazyDataSource.from_legacy_multi_storage, LegacyMultiStorageSource),
+    "tar": (files.save_tar, LazyDataSource.from_tar, TarSource),
+}
+MIB = 1 << 20
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def saved(tmp_path, kind):
+    """A file of each kind with two storages, and what they hold."""
+    content = {"a": torch.arange(100.0), "b": torch.arange(7, dtype=torch.int16)}
+    KINDS[kind][0](content, tmp_path / "model.pt")
+    return tmp_path / "model.pt", content
+
+
+def test_reads_storages_by_key(kind, saved):
+    """Each storage by its key, whole or in part, as its bytes."""
+    path, content = saved
+    data = KINDS[kind][1](path)
+    assert type(data) is KINDS[kind][2]
+    assert len(data.keys()) == 2
+    found = {len(data.read(key)): key for key in data.keys()}  # noqa: SIM118  (not a mapping)
+    for tensor in content.values():
+        key = found[tensor.nbytes]
+        assert data.contains(key)
+        assert bytes(data.read(key)) == files.raw(tensor)
+        assert bytes(data.read_range(key, 4, 6)) == files.raw(tensor)[4:10]
+        assert data.storage(key).nbytes == tensor.nbytes
+
+
+def test_keys_that_are_not_there(kind, saved):
+    """A key that no storage has is an error, also if it is the name of something else in the archive."""
+    data = KINDS[kind][1](saved[0])
+    for key in ("", "99", "data.pkl", "../data.pkl", "pickle"):
+        assert not data.contains(key)
+        with pytest.raises(StorageError, match="has no storage"):
+            data.read(key)
+    assert issubclass(StorageError, LookupError)
+
+
+def test_ranges_that_are_not_there(kind, saved):
+    """A range that leaves its storage does not reach into the next one."""
+    data = KINDS[kind][1](saved[0])
+    key = data.keys()[0]
+    size = data.storage(key).nbytes
+    for offset, count in ((0, size + 1), (size, 1), (-1, 2)):
+        with pytest.raises(ValueError, match="outside"):
+            data.read_range(key, offset, count)
+
+
+def test_one_descriptor_for_everything(kind, saved):
+    """All tensors of a file read from one descriptor, which is closed with the last of them."""
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    lazy = open_pytorch(saved[0])
+    tensors = list(lazy.values())
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    saved[0].unlink()
+    assert tensors[1].tolist() == list(range(7))
+    del lazy, tensors
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_failing_to_open_closes_the_file(tmp_path):
+    """An error at opening leaves no descriptor behind."""
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    files.write_zip(tmp_path / "model.pt", b"N")
+    for _ in range(5):
+        with pytest.raises(ValueError, match="0 are left"):
+            open_pytorch(tmp_path / "model.pt")
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_takes_a_file_that_is_open(saved):
+    """Whoever sniffed the file passes it on: it is not looked up by name again."""
+    path, content = saved
+    file = OpenFile(path)
+    path.rename(path.with_name("elsewhere"))
+    files.assert_same(open_pytorch(path, file), content)
+
+
+def test_cleanup_releases_the_file(saved):
+    """`cleanup()` closes the file under all tensors."""
+    lazy = open_pytorch(saved[0])
+    tensor = lazy["b"]
+    lazy.cleanup()
+    with pytest.raises(OSError, match="released"):
+        tensor.tolist()
+
+
+def test_many_threads(kind, tmp_path):
+    """Many threads that read views of one storage at once get what one does."""
+    base = torch.randn(64, 48)
+    content = {"base": base, "transposed": base.t(), "columns": base[:, ::5]}
+    KINDS[kind][0](content, tmp_path / "model.pt")
+    lazy = open_pytorch(tmp_path / "model.pt")
+    wrong = []
+
+    def read() -> None:
+        for _ in range(30):
+            wrong.extend(name for name, tensor in content.items() if not torch.equal(lazy[name].materialize(), tensor))
+
+    threads = [threading.Thread(target=read) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("kind", ["zip", "legacy", "tar"])
+def test_little_is_read_and_kept(tmp_path, kind, rchar, rss_anon):
+    """Opening reads the directory and the pickle; a tensor costs its own bytes; nothing is kept."""
+    content = {f"layers.{index}.weight": torch.zeros(MIB // 4) for index in range(64)}
+    KINDS[kind][0](content, tmp_path / "model.pt")
+    # Torch imports parts of itself at their first use, which counts as reading.
+    open_pytorch(tmp_path / "model.pt")["layers.0.weight"][5:9].tolist()
+    gc.collect()
+    memory, read = rss_anon(), rchar()
+    lazy = open_pytorch(tmp_path / "model.pt")
+    assert rchar() - read < MIB
+    assert rss_anon() - memory < 8 * MIB
+    read = rchar()
+    assert lazy["layers.40.weight"].materialize().nbytes == MIB
+    assert rchar() - read < MIB + 64 * 1024
+    read = rchar()
+    assert lazy["layers.41.weight"][5:9].tolist() == [0, 0, 0, 0]
+    assert rchar() - read < 64 * 1024
+
+
+def test_a_part_of_a_legacy_file_does_not_need_the_rest(tmp_path, rchar):
+    """The last storage is found without reading those before it."""
+    files.save_legacy({str(index): torch.full((MIB // 4,), index) for index in range(32)}, tmp_path / "model.pt")
+    assert open_pytorch(tmp_path / "model.pt")["30"][7].item() == 30
+    read = rchar()
+    assert open_pytorch(tmp_path / "model.pt")["31"][7].item() == 31
+    assert rchar() - read < MIB // 2
+
+
+class TestByteSwappedSource(ByteSourceContract):
+    def make(self, tmp_path):
+        data = np.arange(160, dtype="<u4")
+        return ByteSwappedSource(MemorySource(data.tobytes()), 4), data.astype(">u4").tobytes()
+
+
+class TestByteSwappedSourceWithAnOddEnd(ByteSourceContract):
+    def make(self, tmp_path):
+        data = np.arange(80, dtype="<u8")
+        return ByteSwappedSource(MemorySource(data.tobytes() + b"end"), 8), data.astype(">u8").tobytes() + b"end"
+
+
+class TestSignFlippedSource(ByteSourceContract):
+    def make(self, tmp_path):
+        data = np.arange(1, 81, dtype="<c8") * (1 - 2j)
+        return SignFlippedSource(MemorySource(data.tobytes()), 4, (False, True)), data.conj().tobytes()
+
+
+class TestSignFlippedHalves(ByteSourceContract):
+    def make(self, tmp_path):
+        data = np.arange(-150, 150, dtype="<f2")
+        return SignFlippedSource(MemorySource(data.tobytes()), 2, (True,)), (-data).tobytes()

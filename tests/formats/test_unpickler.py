@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The unpickler reads plain data as Python's does, over all protocols, and nothing that Python's would run."""
+
+from __future__ import annotations
+
+import collections
+import pickle
+import pickletools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvflare_lazy.errors import CheckpointError, MalformedPickleError
+from nvflare_lazy.formats.pickle_globals import find_global
+from nvflare_lazy.formats.pickle_stream import SCALARS, PickleStream
+from nvflare_lazy.formats.unpickler import _ACTIONS, RestrictedUnpickler
+from nvflare_lazy.tensors.byte_source import OpenFile
+from tests.formats import pytorch_files as files
+
+# Opcodes that no checkpoint needs, though Python knows them.
+REFUSED = {
+    "PERSID",  # only protocol 0, in which torch cannot save tensors
+    "STRING",
+    "DUP",
+    "INST",
+    "OBJ",
+    "EXT1",
+    "EXT2",
+    "EXT4",
+    "NEXT_BUFFER",
+    "READONLY_BUFFER",
+}
+
+
+def unpickle(data: bytes, path, persistent_load=None) -> object:
+    path.write_bytes(data)
+    file = OpenFile(path)
+    stream = PickleStream(file, 0, file.size)
+    return RestrictedUnpickler(stream, lambda *name: find_global(file.path, *name), persistent_load or refuse).load()
+
+
+def refuse(persistent_id: object) -> object:
+    raise ValueError("no storages here")
+
+
+KEYS = st.none() | st.booleans() | st.integers(-(2**59), 2**59) | st.floats(allow_nan=False) | st.text() | st.binary()
+SCALAR_VALUES = KEYS | st.integers() | st.complex_numbers(allow_nan=False) | st.builds(bytearray, st.binary())
+VALUES = st.recursive(
+    SCALAR_VALUES | st.sets(KEYS) | st.frozensets(KEYS),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(KEYS, inner)
+        | st.tuples(inner)
+        | st.tuples(inner, inner)
+        | st.tuples(inner, inner, inner)
+        | st.tuples(inner, inner, inner, inner)
+        | st.builds(collections.OrderedDict, st.dictionaries(KEYS, inner))
+    ),
+    max_leaves=20,
+)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("pickles") / "file"
+
+
+@given(value=VALUES, protocol=st.integers(1, 5), optimized=st.booleans())
+def test_reads_plain_data_like_python(path, value, protocol, optimized):
+    """Whatever Python's pickler writes of plain data comes out equal, and of the same types."""
+    data = pickle.dumps(value, protocol)
+    if optimized:
+        data = pickletools.optimize(data)
+    found = unpickle(data, path)
+    assert found == value
+    assert _types(found) == _types(value)
+
+
+@given(value=st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False))
+def test_reads_numbers_of_protocol_0(path, value):
+    """Numbers and containers of the text protocol occur in the first pickles of old files."""
+    assert unpickle(pickle.dumps([value, {1: (value,)}], 0), path) == [value, {1: (value,)}]
+
+
+def _types(value: object) -> object:
+    """The types of a value and of all that is in it; an OrderedDict counts as the dict it becomes."""
+    if isinstance(value, dict):
+        return dict, [(_types(key), _types(part)) for key, part in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value), [_types(part) for part in value]
+    return type(value)
+
+
+def test_every_opcode_is_decided_on():
+    """An opcode is either read or refused on purpose; a new protocol of Python will show up here."""
+    known = {opcode.name for opcode in pickletools.opcodes if ord(opcode.code) in SCALARS.keys() | _ACTIONS.keys()}
+    assert known | REFUSED | {"STOP"} == {opcode.name for opcode in pickletools.opcodes}
+    assert not known & REFUSED
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refused_opcodes(path, name):
+    """They are an error, whatever follows them."""
+    code = next(opcode.code for opcode in pickletools.opcodes if opcode.name == name)
+    with pytest.raises(MalformedPickleError, match="no checkpoint needs"):
+        unpickle(b"]" + code.encode("latin-1") + b"\0" * 8 + b"\n.", path)
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (b"", "0 are left"),
+        (b"]", "0 are left"),
+        (b".", "not finished"),
+        (b"]].", "not finished"),
+        (b"(].", "not finished"),
+        (b"0.", "too few values"),
+        (b"a.", "too few values"),
+        (b"]a.", "too few values"),
+        (b"Na.", "too few values"),
+        (b"NNa.", "items for a NoneType"),
+        (b"N(NNe.", "items for a NoneType"),
+        (b"]NNs.", "keys and values for a list"),
+        (b"}(Nu.", "a key without a value"),
+        (b"](N\x90.", "members for a list"),
+        (b"t.", "group that never began"),
+        (b"1.", "group that never began"),
+        (b"h\x01.", "never given"),
+        (b"g1\n.", "never given"),
+        (b"gx\n.", "not a number"),
+        (b"Np" + b"1" * 11 + b"\n.", "not a number"),
+        (b"q\x00.", "too few values"),
+        (b"\x80\x06N.", "does not exist yet"),
+        (b"\xffN.", "no checkpoint needs"),
+        (b"NNR.", "call of NoneType"),
+        (b"cos\nsystem\n.", r"names os\.system"),
+        (b"ccollections\nOrderedDict\nNR.", "without a tuple"),
+        (b"ccollections\nOrderedDict\n)N\x92.", "named arguments"),
+        (b"ccollections\nOrderedDict\n)}(Nu\x92.", "without a value"),
+        (b"ctorch._utils\n_rebuild_tensor\n)\x81.", "no class"),
+        (b"N)\x81.", "no class"),
+        (b"NNb.", "state for a NoneType"),
+        (b"]Nb.", "state for a list"),
+        (b"cargparse\nNamespace\n)RNb.", "attributes are not a dict"),
+        (b"NQ.", "no storages here"),
+        (b"NN\x93.", "name is not text"),
+        (b"\x93.", "too few values"),
+        (b"Ix\n.", "integer that is none"),
+        (b"I1_0\n.", "integer that is none"),
+        (b"L\n.", "integer that is none"),
+        (b"L" + b"9" * 1300 + b"\n.", "integer that is none"),
+        (b"L" + b"9" * 5000 + b"\n.", "line of more than"),
+        (b"Fx\n.", "float that is none"),
+        (b"V\\u\n.", "string that is not text"),
+        (b"X\x02\0\0\0\xff\xfe.", "not UTF-8"),
+        (b"X\x03\0\0\0\xed\xa0\x80.", "not UTF-8"),
+        (b"\x8b\xff\xff\xff\xff.", "integer of -1 bytes"),
+        (b"\x8b\xff\xff\xff\x7f.", "integer of 2147483647 bytes"),
+        (b"T\xff\xff\xff\xff.", "asks for 4294967295 bytes"),
+        (b"](]\x91.", "a list as a key"),
+        (b"}])s.", "a list as a key"),
+        (b"}))s.", "a tuple as a key"),
+        (b"}\x8a\x08\0\0\0\0\0\0\0\x10Ns.", "a int as a key"),
+    ],
+)
+def test_malformed(path, data, what):
+    """Each rule of the machine, broken once; the error says which file."""
+    with pytest.raises(CheckpointError, match=what) as caught:
+        unpickle(data, path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("opcode", [b"X", b"B", b"\x8d", b"\x8e", b"\x96", b"T"])
+@pytest.mark.parametrize("length", [1, 100, 0x7FFFFFFF])
+def test_lengths_are_checked_before_memory_is_taken(path, opcode, length, rss_anon):
+    """A string longer than the file is an error that costs nothing."""
+    width = 4 if opcode in (b"X", b"B", b"T") else 8
+    before = rss_anon()
+    with pytest.raises(MalformedPickleError, match=f"asks for {length} bytes"):
+        unpickle(opcode + length.to_bytes(width, "little"), path)
+    assert rss_anon() - before < 8 << 20
+
+
+def test_recursive_values(path):
+    """Lists, dicts and tuples that hold themselves are read as what they are; whoever walks them must be careful."""
+    value: list[object] = []
+    value.append(({"self": value},))
+    for protocol in range(1, 6):
+        found = unpickle(pickle.dumps(value, protocol), path)
+        assert found[0][0]["self"] is found
+
+
+def test_long_strings_and_lines_across_reads(path):
+    """What is longer than what is read ahead, or lies across its end, comes out whole."""
+    value = ["a" * 70_000, b"b" * 200_000, *range(60_000), "c" * 65_536]
+    for protocol in (2, 4, 5):
+        assert unpickle(pickle.dumps(value, protocol), path) == value
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        files.Named("collections", "OrderedDict")([("a", 1, 2)]),
+        files.Named("collections", "OrderedDict")("ab"),
+        files.Named("collections", "OrderedDict")([(("a",), 1)]),
+        files.Named("collections", "Counter")(5),
+        files.Named("builtins", "set")("abc"),
+        files.Named("builtins", "set")([[]]),
+        files.Named("builtins", "set")([1], [2]),
+        files.Named("builtins", "frozenset")({}),
+        files.Named("builtins", "complex")("1", "2"),
+        files.Named("builtins", "bytearray")(1 << 40),
+        files.Named("builtins", "bytes")(1 << 40),
+        files.Named("builtins", "list")("abc"),
+        files.Named("builtins", "dict")("abc"),
+        files.Named("_codecs", "encode")("a", "rot13"),
+        files.Named("_codecs", "encode")("日"),
+        files.Named("_codecs", "encode")(b"a"),
+        files.Named("torch", "Size")(5),
+        files.Named("torch", "Size")(["a"]),
+        files.Named("torch", "device")(["cpu"]),
+        files.Named("torch", "device")("cpu", "0"),
+        files.Named("torch", "Tensor")(5),
+        files.Named("torch", "FloatTensor")(1 << 40),
+        files.Named("torch.nn.parameter", "Parameter")([1]),
+        files.Named("torch.serialization", "_get_layout")(5),
+        files.Named("torch._utils", "_rebuild_tensor_v2")(1, 2, 3, 4, 5, 6),
+        files.Named("torch._utils", "_rebuild_tensor_v2")(),
+        files.Named("torch._utils", "_rebuild_parameter")("data", True, {}),
+        files.Named("torch._utils", "_rebuild_qtensor")(1, 2, 3),
+        files.Named("torch._utils", "_rebuild_sparse_tensor")("torch.sparse_coo", (1, 2)),
+        files.Named("torch._utils", "_rebuild_sparse_tensor")("torch.sparse_coo", (1, 2, (3,))),
+        files.Named("torch._utils", "_rebuild_sparse_tensor")(["torch.sparse_coo"], (1, 2, (3,))),
+        files.Named("torch._utils", "_rebuild_nested_tensor")("torch", 2, 3, 4),
+        files.Named("torch._utils", "_rebuild_meta_tensor_no_storage")("float32", (2,), (1,), False),
+        files.Named("torch._utils", "_rebuild_device_tensor_from_numpy")([1.0], 2, "cuda", False),
+        files.Named("torch._tensor", "_rebuild_from_type_v2")(files.Named("builtins", "bytearray"), 2, (9,), {}),
+        files.Named("torch._tensor", "_rebuild_from_type_v2")(5, 2, (9,), {}),
+        files.Named("numpy", "dtype")("O8", False, True),
+        files.Named("numpy", "dtype")("V999999999", False, True),
+        files.Named("numpy", "dtype")("f8,f8", False, True),
+        files.Named("numpy", "dtype")("M8", False, True),
+        files.Named("numpy", "dtype")({"names": ["a"]}),
+        files.Named("numpy", "dtype")("f8", state=(3, "<", ("f8", (2,)), None, None, -1, -1, 0)),
+        files.Named("numpy", "dtype")("f8", state=(3, "x", None, None, None, -1, -1, 0)),
+        files.Named("numpy._core.multiarray", "scalar")("f8", b"12345678"),
+        files.Named("numpy._core.multiarray", "scalar")(files.Named("numpy", "dtype")("f8"), b"1234567"),
+        files.Named("numpy._core.multiarray", "scalar")(files.Named("numpy", "dtype")("f8"), "12345678"),
+        files.Named("numpy._core.numeric", "_frombuffer")(b"1234", files.Named("numpy", "dtype")("u1"), (5,), "C"),
+        files.Named("numpy._core.numeric", "_frombuffer")(b"1234", files.Named("numpy", "dtype")("u1"), (-4, -1), "C"),
+        files.Named("numpy._core.multiarray", "_reconstruct")(state=(1, (1 << 40, 0), 5, False, b"")),
+        files.Named("numpy._core.multiarray", "_reconstruct")(state=5),
+    ],
+    ids=lambda call: f"{call.function.name}-{str(call.arguments)[:30]}",
+)
+def test_calls_that_make_no_sense(path, call):
+    """What may be called takes only what torch, Python and NumPy write for it."""
+    with pytest.raises(MalformedPickleError):
+        unpickle(files.hand_pickle(call), path)
