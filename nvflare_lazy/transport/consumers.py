@@ -249,5 +249,4 @@ class _LinkedSignal(Signal):
 
     @property
     def value(self) -> Any:
-        own = super().value
-        return own if own is not None or self._parent is None else self._parent.value
+        return nvflare_private.reason_of(self)

@@ -124,6 +124,13 @@ def source_signal(cell: Any, from_fqcn: str, ref_id: str, abort_signal: Any) -> 
         DownloadService._unregister_source_download(from_fqcn, ref_id, signal)
 
 
+def reason_of(signal: Any) -> Any:
+    """Return what a signal, or the one it follows, was triggered with."""
+    while signal is not None and signal._value is None:
+        signal = signal._parent
+    return None if signal is None else signal._value
+
+
 def offload_flag_in_process() -> bool:
     """Whether a job asked for tensor disk offload on any cell of this process.
 
@@ -155,6 +162,7 @@ __all__ = [
     "note_sent",
     "offload_flag_in_process",
     "put_in_place",
+    "reason_of",
     "registered_for",
     "serving",
     "source_signal",

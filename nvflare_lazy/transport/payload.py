@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of one payload as a sender sees them: a manifest, and the bytes of any part, straight from where they are.
+"""The tensors of one payload as a sender sees them: a manifest, and the bytes of any part, from where they are.
 
 Nothing is kept of what was sent. A receiver that is far behind, or asks twice, costs the sender no memory.
 """

@@ -100,7 +100,7 @@ class Net:
 
     def __init__(self, scratch_root: str | None = None, **clients: bool) -> None:
         self.port = free_port()
-        self._scratch_root = scratch_root
+        self.scratch_root = scratch_root
         self.peers: dict[str, Peer] = {}
         for name, plugin in clients.items():
             self.add(name, plugin)
@@ -110,7 +110,7 @@ class Net:
     def add(self, name: str, plugin: bool) -> Peer:
         # Names as NVFlare gives them: a cell of a job is below the one of its site.
         fqcn = name.replace("__", ".").replace("_", "-")
-        self.peers[name] = peer = Peer(fqcn, self.port, plugin, self._scratch_root)
+        self.peers[name] = peer = Peer(fqcn, self.port, plugin, self.scratch_root)
         return peer
 
     def __getitem__(self, name: str) -> Peer:

@@ -100,12 +100,13 @@ def payload(family: str, kind: str) -> dict[str, Any]:
 # ---- doing ---------------------------------------------------------------------------------------------------------
 
 
-def send(state: State, target: str, family: str, kind: str, keep: bool = False) -> str:
+def send(state: State, target: str, family: str, kind: str, **kwargs: Any) -> str:
     """Send a payload and wait for the answer; return the code of it."""
-    return send_value(state, target, payload(family, kind))
+    return send_value(state, target, payload(family, kind), **kwargs)
 
 
-def send_value(state: State, target: str, value: Any, timeout: float = 60.0) -> str:
+def send_value(state: State, target: str, value: Any, timeout: float = 60.0, pass_through: bool = False) -> str:
+    """Send a value; the receiver is a forwarding hop if it shall pass through."""
     from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
     from nvflare.fuel.f3.cellnet.utils import new_cell_message
 
@@ -113,7 +114,7 @@ def send_value(state: State, target: str, value: Any, timeout: float = 60.0) -> 
         channel=CHANNEL,
         topic=TOPIC,
         target=target,
-        request=new_cell_message({}, {"model": value}),
+        request=new_cell_message({MessageHeaderKey.PASS_THROUGH: pass_through}, {"model": value}),
         timeout=timeout,
     )
     return reply.get_header(MessageHeaderKey.RETURN_CODE)
@@ -179,8 +180,13 @@ def forget(state: State) -> None:
 
 def scratch_files(state: State) -> list[str]:
     """What is on disk of downloads."""
-    root = Path(state.scratch_root or "/nonexistent")
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*.safetensors"))
+    return files_under(state.scratch_root)
+
+
+def files_under(root: str) -> list[str]:
+    """All files but those that say whose a directory is."""
+    files = [path for path in Path(root).rglob("*") if path.is_file() and path.suffix != ".lease"]
+    return sorted(str(path.relative_to(root)) for path in files)
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
@@ -220,4 +226,163 @@ def threads_and_files(state: State) -> tuple[int, int, int]:
     """Threads, open descriptors and anonymous memory."""
     gc.collect()
     time.sleep(0.2)
-    return threading.active_count(), len(os.listdir("/proc/self/fd")), measure.rss_anon()
+    # NVFlare starts a timer of a minute for each stream it has received.
+    threads = [thread for thread in threading.enumerate() if not isinstance(thread, threading.Timer)]
+    return len(threads), len(os.listdir("/proc/self/fd")), measure.rss_anon()
+
+
+# ---- forwarding ----------------------------------------------------------------------------------------------------
+
+
+def forward(state: State, target: str, **kwargs: Any) -> str:
+    """Send the last payload on as it came."""
+    return send_value(state, target, state.payloads[-1]["model"], **kwargs)
+
+
+def forward_mix(state: State, target: str, timeout: float = 60.0) -> str:
+    """Send two payloads and tensors of this process in one message."""
+    first, second = (payload["model"] for payload in state.payloads[-2:])
+    # References to one payload do not stand together.
+    mixed = dict(list(first.items())[:5]) | tensors("one") | dict(second) | dict(list(first.items())[5:])
+    return send_value(state, target, mixed, timeout)
+
+
+def compare_mix(state: State) -> list[str]:
+    import torch
+
+    received = state.payloads[-1]["model"]
+    expected = tensors("ten") | tensors("one") | tensors("odd")
+    if set(received) != set(expected):
+        return [str(list(received))]
+    return [name for name, want in expected.items() if not torch.equal(received[name], want)]
+
+
+def kinds_received(state: State) -> set[str]:
+    return {type(value).__name__ for payload in state.payloads for value in payload["model"].values()}
+
+
+def description(state: State, kind: str) -> dict[str, Any]:
+    return {name: (str(value.dtype), tuple(value.shape)) for name, value in tensors(kind).items()}
+
+
+def described(state: State) -> dict[str, Any]:
+    """What the references of the last payload know of their tensors."""
+    return {name: (str(ref.dtype), ref.shape) for name, ref in state.payloads[-1]["model"].items()}
+
+
+def read_one(state: State, kind: str, name: str) -> tuple[bool, int]:
+    """Read one tensor of a payload of references; whether it is right, and how much memory that took."""
+    import torch
+
+    watch = Watch()
+    got = state.payloads[-1]["model"][name].materialize()
+    grown = watch.grown()
+    return torch.equal(got, tensors(kind)[name]), grown
+
+
+def materialize_by_nvflare(state: State) -> bool:
+    from nvflare.apis.utils.task_utils import contains_lazy_download_ref, materialize_lazy_download_refs
+
+    payload = state.payloads[-1]
+    found = contains_lazy_download_ref(payload)
+    state.payloads.append(materialize_lazy_download_refs(payload, state.cell))
+    return found and not contains_lazy_download_ref(state.payloads[-1])
+
+
+def make_model(state: State, mib: int, count: int) -> None:
+    import torch
+
+    size = mib * MIB // 4 // count
+    state.kept["model"] = {f"layer.{i}": torch.full((size,), float(i)) for i in range(count)}
+
+
+def send_model(state: State, target: str, **kwargs: Any) -> str:
+    return send_value(state, target, state.kept["model"], **kwargs)
+
+
+def nbytes_received(state: State) -> int:
+    return sum(value.nbytes for value in state.payloads[-1]["model"].values())
+
+
+def limit_request_time(state: State, seconds: float) -> None:
+    """Let downloads of messages give up after this time."""
+    from nvflare.fuel.utils.fobs import FOBSContextKey
+
+    state.cell.update_fobs_context({FOBSContextKey.DOWNLOAD_REQ_TIMEOUT: seconds})
+
+
+def how_it_failed(state: State) -> set[str]:
+    """Use each tensor of the last payload, and say what that raises."""
+    raised = set()
+    for value in state.payloads[-1]["model"].values():
+        try:
+            raised.add(f"nothing: {value + 1}")
+        except Exception as error:
+            raised.add(type(error).__name__)
+    return raised
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
+
+
+def is_as_made(state: State, mib: int, count: int) -> bool:
+    """Whether the last payload is what `make_model` makes, looked at by pieces."""
+    import numpy as np
+
+    from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+
+    received = state.payloads[-1]["model"]
+    size = mib * MIB // 4 // count
+    buffer = np.empty(min(size, MIB), np.float32)
+    for i, (name, value) in enumerate(received.items()):
+        if name != f"layer.{i}" or tuple(value.shape) != (size,):
+            return False
+        lazy = LazyTensor.from_tensor(value)
+        for start in range(0, size, len(buffer)):
+            part = buffer[: size - start]
+            lazy.read_into(part, start)
+            if not (part == i).all():
+                return False
+    return len(received) == count
+
+
+def keep_received(state: State) -> None:
+    """Make the model that was received the one to send."""
+    state.kept["model"] = state.payloads[-1]["model"]
+
+
+def broadcast_model(state: State, targets: list[str]) -> set[str]:
+    from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
+    from nvflare.fuel.f3.cellnet.utils import new_cell_message
+
+    request = new_cell_message({}, {"model": state.kept["model"]})
+    replies = state.cell.broadcast_request(
+        channel=CHANNEL, topic=TOPIC, targets=targets, request=request, timeout=60.0
+    )
+    return {reply.get_header(MessageHeaderKey.RETURN_CODE) for reply in replies.values()}
+
+
+def slow_down(state: State, seconds: float) -> None:
+    """Let each write of what is received take this much longer."""
+    from nvflare_lazy.transport.shards import ExactShards
+
+    write = state.kept.setdefault("write", ExactShards.write)
+
+    def slow(self: ExactShards, offset: int, data: memoryview) -> None:
+        time.sleep(seconds)
+        write(self, offset, data)
+
+    ExactShards.write = slow if seconds else write
+
+
+def limit_under_way(state: State, nbytes: int) -> None:
+    from nvflare_lazy.transport.budget import BUDGET
+
+    BUDGET.resize(nbytes)
+    BUDGET._peak = 0
+
+
+def most_under_way(state: State) -> int:
+    from nvflare_lazy.transport.budget import BUDGET
+
+    return BUDGET.peak

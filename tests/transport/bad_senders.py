@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Senders that break off, stall, cut short and lie, and receivers that say what became of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from typing import Any
+
+from tests.transport import scenes
+from tests.transport.peers import State
+
+MIB = 1 << 20
+
+
+def offer(state: State, mib: int = 16, fault: str | None = None, at: float = 0.0, count: int = 4) -> str:
+    """Offer tensors for download in segments, with something wrong; return the reference."""
+    import torch
+
+    from nvflare_lazy.transport.tensor_downloader import TensorDownloadable
+
+    values = {f"T{i}": torch.full((mib * MIB // 4 // count,), float(i)) for i in range(count)}
+    if fault == "never ends":
+        from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+
+        values = {"T0": LazyTensor(_Zeros(1 << 40), torch.uint8, (1 << 40,))}
+    made = TensorDownloadable(values, 2 * MIB, cell=state.cell)
+    if fault is not None:
+        made._payload = _bad_payload(made._payload, fault, at)
+    return _add(state, made)
+
+
+def offer_items(state: State, items: list[bytes], endless: bool = False) -> str:
+    """Offer items in NVFlare's form, as they are given; return the reference."""
+    from nvflare.fuel.f3.streaming.download_service import Downloadable, ProduceRC
+
+    class Scripted(Downloadable):
+        def produce(self, position: dict | None, requester: str) -> tuple:
+            start = 0 if not position else position["start"] + position["count"]
+            if endless:
+                return ProduceRC.OK, [item(f"T{start}", MIB)], {"start": start, "count": 1}
+            if start >= len(items):
+                return ProduceRC.EOF, None, {}
+            return ProduceRC.OK, [items[start]], {"start": start, "count": 1}
+
+    return _add(state, Scripted(None))
+
+
+def item(name: str, nbytes: int) -> bytes:
+    """One tensor in NVFlare's form."""
+    import safetensors.torch
+    import torch
+
+    return safetensors.torch.save({name: torch.zeros(nbytes, dtype=torch.uint8)})
+
+
+def _add(state: State, downloadable: Any) -> str:
+    from nvflare.fuel.f3.streaming.obj_downloader import ObjectDownloader
+
+    downloader = ObjectDownloader(cell=state.cell, timeout=60.0, num_receivers=1)
+    return downloader.add_object(downloadable)
+
+
+def _bad_payload(good: Any, fault: str, at: float) -> Any:
+    from nvflare_lazy.transport import manifest as manifests
+    from nvflare_lazy.transport.payload import Payload
+
+    class Bad(Payload):
+        served = 0
+
+        def read(self, start: int, count: int) -> Any:
+            self.served += count
+            if start + count >= at * self.manifest.nbytes:
+                if fault == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if fault == "stalls":
+                    threading.Event().wait(60)
+                if fault == "cuts short":
+                    return super().read(start, count)[:-1]
+                if fault == "sends too much":
+                    return memoryview(bytes(super().read(start, count)) + b"x")
+                if fault == "fails":
+                    raise OSError("the disk of the sender has died")
+            if fault == "is slow":
+                time.sleep(0.05)
+            return super().read(start, count)
+
+        @property
+        def encoded_manifest(self) -> bytes:
+            import msgpack
+
+            if not fault.startswith("list: "):
+                return super().encoded_manifest
+            total = self.manifest.nbytes
+            head = [manifests.VERSION, "torch", 2, total]
+            records = {
+                "overlap": [[None, "uint8", [total], None], [None, "uint8", [4], 8]],
+                "overflow": [[None, "float64", [1 << 61, 1 << 61], None], [None, "uint8", [4], None]],
+                "hidden overflow": [[None, "uint8", [total], None], [None, "float64", [0, 1 << 61], None]],
+                "wrong dtype": [[None, "float33", [total], None], [None, "uint8", [0], None]],
+                "wrong total": [[None, "uint8", [total - 1], None], [None, "uint8", [0], None]],
+                "too few": [[None, "uint8", [total], None]],
+                "too many": [[None, "uint8", [total], None], [None, "uint8", [0], None], [None, "uint8", [0], None]],
+                "same name": [["a", "uint8", [total], None], ["a", "uint8", [0], None]],
+                "negative": [[None, "uint8", [-1, -total], None], [None, "uint8", [0], None]],
+                "no list": [["a"], 7],
+            }.get(fault.removeprefix("list: "))
+            if fault == "list: rubbish":
+                return os.urandom(300)
+            if fault == "list: a million names":
+                return b"".join([msgpack.packb([1, "torch", 10**6, total]), *[msgpack.packb(["x", 1, [], 0])] * 10])
+            return b"".join(msgpack.packb(record) for record in [head, *records])
+
+    return Bad({name: good._values[name] for name in good.names}, good.family)
+
+
+def receive(
+    state: State,
+    fqcn: str,
+    ref_id: str,
+    *,
+    to_disk: bool = True,
+    timeout: float = 3.0,
+    abort_after: float | None = None,
+    quota: int | None = None,
+    root: str | None = None,
+    delete_after: float | None = None,
+    min_free: int | None = None,
+    hold: float = 0.0,
+) -> dict[str, Any]:
+    """Download, and say how that went and what it left behind."""
+    from nvflare.apis.signal import Signal
+
+    from nvflare_lazy.scratch import JobScratch
+    from nvflare_lazy.transport.consumers import receive as receive_into
+    from nvflare_lazy.transport.fetching import Link
+    from nvflare_lazy.transport.tensor_downloader import TensorConsumer, receive_to_disk
+
+    abort = Signal()
+    if abort_after is not None:
+        threading.Timer(abort_after, abort.trigger, ["enough"]).start()
+    link = Link(state.cell, fqcn, ref_id, timeout=timeout, abort=abort)
+    started = time.monotonic()
+    outcome: dict[str, Any] = {"error": None, "text": "", "tensors": 0}
+    job = JobScratch.open(root or state.scratch_root, job="tests", quota=quota, min_free=min_free, warn=False)
+    try:
+        if to_disk:
+            download = job.download(label=fqcn)
+            if delete_after is not None:
+                threading.Timer(delete_after, shutil.rmtree, [str(download.path)]).start()
+            received: Any = receive_to_disk(link, download)
+            time.sleep(hold)
+        else:
+            received = receive_into(TensorConsumer(), link)
+        outcome["tensors"] = len(received)
+        outcome["sum"] = sum(float(tensor.sum()) for tensor in received.values()) if quota is None else None
+    except Exception as error:
+        outcome.update(error=type(error).__name__, text=str(error))
+        del error
+    received = download = None
+    outcome["seconds"] = time.monotonic() - started
+    outcome["used"] = job.used
+    outcome["left"] = scenes.files_under(str(job.path))
+    job.release()
+    outcome["budget"] = _budget_used()
+    return outcome
+
+
+def _budget_used() -> int:
+    from nvflare_lazy.transport.budget import BUDGET
+
+    return BUDGET.used
+
+
+def abort_cycles(state: State, fqcn: str, refs: list[str]) -> list[tuple[int, int, int]]:
+    """Abort one download after the other; say what the process holds now and then."""
+    held = []
+    for number, ref_id in enumerate(refs):
+        receive(state, fqcn, ref_id, abort_after=0.002 * (number % 10))
+        if number in (len(refs) // 4, len(refs) - 1):
+            held.append(scenes.threads_and_files(state))
+    return held
+
+
+def used_by(state: State) -> Any:
+    from nvflare_lazy.scratch import list_scratch
+
+    return [(report.job, report.alive, report.nbytes) for report in list_scratch(state.scratch_root)]
+
+
+def leases_of(state: State) -> list[str]:
+    """Open a job's scratch as a restarted process does, and say whose is there then."""
+    from nvflare_lazy.scratch import JobScratch, list_scratch
+
+    with JobScratch.open(state.scratch_root, job="tests", warn=False):
+        return sorted(report.owner for report in list_scratch(state.scratch_root))
+
+
+def _zeros() -> Any:
+    from nvflare_lazy.tensors.byte_source import ByteSource
+
+    class Zeros(ByteSource):
+        def __init__(self, nbytes: int) -> None:
+            self.nbytes = nbytes
+
+        def _read_into(self, buffer: memoryview, offset: int) -> None:
+            buffer[:] = bytes(len(buffer))
+
+        def describe(self) -> str:
+            return "nothing but zeros"
+
+    return Zeros
+
+
+_Zeros = _zeros()

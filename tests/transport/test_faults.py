@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever one sender does, or stops doing: a named error, nothing left behind, and the next transfer works."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+
+import pytest
+
+from tests.transport import bad_senders, scenes
+from tests.transport.peers import Net
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory):
+    with Net(str(tmp_path_factory.mktemp("scratch")), server=True, site_1=True) as net:
+        yield net
+
+
+@pytest.fixture(params=[True, False], ids=["to disk", "to memory"])
+def to_disk(request):
+    return request.param
+
+
+def assert_failed(outcome, error, text=""):
+    assert outcome["error"] == error, outcome
+    assert text in outcome["text"]
+    assert outcome["left"] == []
+    assert outcome["used"] == 0
+    assert outcome["budget"] == 0
+
+
+def assert_works(net, sender="site_1"):
+    """A transfer after the fault works."""
+    ref_id = net[sender].call(bad_senders.offer)
+    outcome = net["server"].call(bad_senders.receive, net[sender].fqcn, ref_id)
+    assert outcome["error"] is None, outcome
+    assert outcome["sum"] == (0 + 1 + 2 + 3) * (1 << 20)
+    assert outcome["left"] == []
+
+
+@pytest.mark.parametrize("at", [0.1, 0.5, 0.99])
+def test_sender_dies(net, at, to_disk):
+    """A sender that is killed on the way costs its transfer and nothing else."""
+    victim = net.add("site_9", True)
+    try:
+        ref_id = victim.call(bad_senders.offer, 64, "dies", at)
+        outcome = net["server"].call(bad_senders.receive, "site-9", ref_id, to_disk=to_disk)
+    finally:
+        victim.close()
+    assert_failed(outcome, "PeerLostError", "site-9")
+    assert outcome["seconds"] < 10
+    assert_works(net)
+
+
+def test_sender_stalls(net, to_disk):
+    """A sender that stays connected and sends nothing any more is given up after the time limit."""
+    victim = net.add("site_8", True)
+    try:
+        ref_id = victim.call(bad_senders.offer, 64, "stalls", 0.5)
+        outcome = net["server"].call(bad_senders.receive, "site-8", ref_id, to_disk=to_disk, timeout=1.0)
+    finally:
+        victim.close()
+    assert_failed(outcome, "PeerLostError", "sent nothing for")
+    assert_works(net)
+
+
+def test_abort(net, to_disk):
+    """An abort signal ends a transfer at once."""
+    ref_id = net["site_1"].call(bad_senders.offer, 64, "is slow")
+    outcome = net["server"].call(bad_senders.receive, "site-1", ref_id, to_disk=to_disk, abort_after=0.3)
+    assert_failed(outcome, "TransferAbortedError", "enough")
+    assert outcome["seconds"] < 2
+    assert_works(net)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "text"),
+    [
+        ("cuts short", "BadItemError", "1048575 bytes where 1048576"),
+        ("sends too much", "BadItemError", "1048577 bytes where 1048576"),
+        ("fails", "PeerLostError", "the disk of the sender has died"),
+    ],
+)
+def test_bad_segments(net, fault, error, text, to_disk):
+    """Segments of the wrong length, and a sender that cannot read its tensors."""
+    ref_id = net["site_1"].call(bad_senders.offer, 16, fault, 0.5)
+    assert_failed(net["server"].call(bad_senders.receive, "site-1", ref_id, to_disk=to_disk), error, text)
+    assert_works(net)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        "overlap",
+        "overflow",
+        "hidden overflow",
+        "wrong dtype",
+        "wrong total",
+        "too few",
+        "too many",
+        "same name",
+        "negative",
+        "no list",
+        "rubbish",
+        "a million names",
+    ],
+)
+def test_lying_list(net, lie):
+    """A list of tensors that cannot be true is refused before anything is set aside for it."""
+    ref_id = net["site_1"].call(bad_senders.offer, 1, f"list: {lie}")
+    outcome = net["server"].call(bad_senders.receive, "site-1", ref_id)
+    assert_failed(outcome, "BadManifestError", "site-1")
+
+
+def with_header(header: object, data: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+GOOD = bad_senders.item("T0", 1000)
+BAD_ITEMS = {
+    "truncated": [GOOD[:-1]],
+    "no header": [b"abc"],
+    "header of 2**63 bytes": [b"\xff" * 8 + GOOD],
+    "surplus": [GOOD + b"x"],
+    "not bytes": ["text"],
+    "overlap": [
+        with_header(
+            {
+                "a": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]},
+                "b": {"dtype": "U8", "shape": [8], "data_offsets": [4, 12]},
+            },
+            bytes(12),
+        )
+    ],
+    "overflow": [with_header({"a": {"dtype": "F64", "shape": [1 << 62, 4], "data_offsets": [0, 8]}}, bytes(8))],
+    "wrong dtype": [with_header({"a": {"dtype": "F32", "shape": [8], "data_offsets": [0, 8]}}, bytes(8))],
+    "unknown dtype": [with_header({"a": {"dtype": "F33", "shape": [2], "data_offsets": [0, 8]}}, bytes(8))],
+    "a million names": [
+        with_header({f"n{i}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(10**6)})
+    ],
+}
+
+
+@pytest.mark.parametrize("name", BAD_ITEMS)
+def test_bad_items(net, name, to_disk):
+    """Items of a sender without the plugin that are damaged, or lie about themselves."""
+    ref_id = net["site_1"].call(bad_senders.offer_items, BAD_ITEMS[name])
+    assert_failed(net["server"].call(bad_senders.receive, "site-1", ref_id, to_disk=to_disk), "BadItemError")
+
+
+def test_duplicate_item(net, to_disk):
+    """The same item twice."""
+    ref_id = net["site_1"].call(bad_senders.offer_items, [GOOD, GOOD])
+    assert_failed(net["server"].call(bad_senders.receive, "site-1", ref_id, to_disk=to_disk), "DuplicateItemError")
+
+
+def test_names_are_no_paths(net, tmp_path_factory):
+    """A tensor may be called like a path; nothing outside of the scratch is touched, and it arrives."""
+    name = "../../" * 9 + "tmp/nvflare_lazy_escaped"
+    ref_id = net["site_1"].call(bad_senders.offer_items, [bad_senders.item(name, 1000)])
+    outcome = net["server"].call(bad_senders.receive, "site-1", ref_id)
+    assert outcome["error"] is None
+    assert outcome["tensors"] == 1
+    assert not os.path.lexists("/tmp/nvflare_lazy_escaped")
+
+
+def test_never_ends(net):
+    """A sender that offers a terabyte, and one that sends items for ever, meet the quota."""
+    ref_id = net["site_1"].call(bad_senders.offer, 1, "never ends")
+    outcome = net["server"].call(bad_senders.receive, "site-1", ref_id, quota=8 << 20)
+    assert_failed(outcome, "QuotaExceededError")
+    ref_id = net["site_1"].call(bad_senders.offer_items, [], endless=True)
+    outcome = net["server"].call(bad_senders.receive, "site-1", ref_id, quota=8 << 20)
+    assert_failed(outcome, "QuotaExceededError")
+    assert_works(net)
+
+
+def test_disk_full(net, tmp_path):
+    """A full disk, here a small tmpfs, is an error by that name, and nothing is left on it."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    try:
+        ref_id = net["site_1"].call(bad_senders.offer, 64)
+        outcome = net["server"].call(bad_senders.receive, "site-1", ref_id, root=str(tmp_path), min_free=0)
+        assert_failed(outcome, "DiskFullError")
+        items = [bad_senders.item(f"T{i}", 1 << 20) for i in range(12)]
+        ref_id = net["site_1"].call(bad_senders.offer_items, items)
+        outcome = net["server"].call(bad_senders.receive, "site-1", ref_id, root=str(tmp_path), min_free=0)
+        assert_failed(outcome, "DiskFullError")
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+    assert_works(net)
+
+
+def test_scratch_deleted(net):
+    """A scratch directory that is deleted underneath is an error by that name."""
+    ref_id = net["site_1"].call(bad_senders.offer, 16, "is slow")
+    outcome = net["server"].call(bad_senders.receive, "site-1", ref_id, delete_after=0.2)
+    assert_failed(outcome, "ScratchGoneError")
+    assert_works(net)
+
+
+def test_receiver_dies(net):
+    """What a killed receiver leaves is reclaimed when it starts again; a living owner's scratch is not touched."""
+    victim = net.add("site_7", True)
+    victim.wait_until_up()
+    ref_id = net["site_1"].call(bad_senders.offer, 64, "is slow")
+    victim.start(bad_senders.receive, "site-1", ref_id)
+    deadline = time.monotonic() + 20
+    while not scenes.files_under(net.scratch_root) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert scenes.files_under(net.scratch_root) != []
+    net["server"].start(bad_senders.receive, "site-1", net["site_1"].call(bad_senders.offer, 4), hold=6.0)
+    victim.kill()
+    again = net.add("site_7", True)
+    try:
+        time.sleep(0.5)
+        owners = again.call(bad_senders.leases_of)
+        assert len(owners) == 2, owners
+    finally:
+        again.close()
+    assert net["server"].result()["error"] is None
+    assert_works(net)
+
+
+def test_two_jobs(net):
+    """Two jobs that receive at once under the same root do not meet."""
+    other = net.add("site_6", True)
+    try:
+        mine = net["site_1"].call(bad_senders.offer, 64)
+        theirs = net["site_1"].call(bad_senders.offer, 64)
+        other.start(bad_senders.receive, "site-1", theirs)
+        outcome = net["server"].call(bad_senders.receive, "site-1", mine)
+        assert outcome["error"] is None
+        assert other.result()["error"] is None
+    finally:
+        other.close()
+
+
+def test_abort_cycles(net):
+    """200 aborted downloads leave no threads, no descriptors, no memory, and no files."""
+    refs = [net["site_1"].call(bad_senders.offer, 8) for _ in range(200)]
+    early, late = net["server"].call(bad_senders.abort_cycles, "site-1", refs)
+    assert late[0] <= early[0] + 2
+    assert late[1] <= early[1] + 2
+    assert late[2] <= early[2] + (8 << 20)
+    assert net["server"].call(scenes.scratch_files) == []

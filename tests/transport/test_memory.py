@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a transfer takes in memory, measured in the processes that send and receive."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.transport import scenes
+from tests.transport.peers import Net
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory):
+    scratch = str(tmp_path_factory.mktemp("scratch"))
+    with Net(scratch, server=True, site_1=True, site_2=True, site_3=True, site_4=False) as net:
+        for name in ("site_1", "site_2", "site_3"):
+            net[name].call(scenes.offload, True)
+            assert net["server"].call(scenes.send, net[name].fqcn, "torch", "odd") == "ok"
+        yield net
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(net):
+    yield
+    for peer in net.peers.values():
+        peer.call(scenes.forget)
+
+
+def test_one_huge_tensor(net):
+    """A tensor of 2 GiB takes 64 MiB at most at the receiver, and at the sender beyond the tensor itself."""
+    net["server"].call(scenes.make_model, 2048, 1)
+    for name in ("server", "site_1"):
+        net[name].call(scenes.watch)
+    assert net["server"].call(scenes.send_model, "site-1") == "ok"
+    assert net["site_1"].call(scenes.grown) <= 64 * MIB
+    assert net["server"].call(scenes.grown) <= 64 * MIB
+    assert net["site_1"].call(scenes.is_as_made, 2048, 1)
+
+
+def test_lazy_tensor_sent_on(net):
+    """A sender that holds the tensor lazily serves it from its file: next to nothing in memory."""
+    net["server"].call(scenes.make_model, 1024, 1)
+    assert net["server"].call(scenes.send_model, "site-1") == "ok"
+    net["server"].call(scenes.forget)
+    net["site_1"].call(scenes.keep_received)
+    for name in ("site_1", "site_2"):
+        net[name].call(scenes.watch)
+    assert net["site_1"].call(scenes.send_model, "site-2") == "ok"
+    assert net["site_1"].call(scenes.grown) <= 32 * MIB
+    assert net["site_2"].call(scenes.grown) <= 64 * MIB
+    assert net["site_2"].call(scenes.is_as_made, 1024, 1)
+
+
+def test_into_memory(net):
+    """Received into memory, a tensor takes its own size and little more: nothing is joined."""
+    net["site_1"].call(scenes.offload, False)
+    net["server"].call(scenes.make_model, 512, 4)
+    net["site_1"].call(scenes.watch)
+    assert net["server"].call(scenes.send_model, "site-1") == "ok"
+    assert net["site_1"].call(scenes.grown) <= (512 + 64) * MIB
+    assert net["site_1"].call(scenes.is_as_made, 512, 4)
+    net["site_1"].call(scenes.offload, True)
+
+
+def test_broadcast_with_a_slow_receiver(net):
+    """Four receivers, one of them slow and one of them stock: all get the model, and the sender keeps nothing for them."""
+    net["server"].call(scenes.make_model, 64, 64)
+    net["site_2"].call(scenes.slow_down, 0.02)
+    net["server"].call(scenes.watch)
+    targets = ["site-1", "site-2", "site-3", "site-4"]
+    assert net["server"].call(scenes.broadcast_model, targets) == {"ok"}
+    assert net["server"].call(scenes.grown) <= 64 * MIB
+    net["site_2"].call(scenes.slow_down, 0.0)
+    for name in ("site_1", "site_2", "site_3", "site_4"):
+        assert net[name].call(scenes.is_as_made, 64, 64)
+
+
+def test_bytes_under_way(net):
+    """However many senders there are, what is under way to a receiver stays within its one budget."""
+    net["site_1"].call(scenes.limit_under_way, 4 * MIB)
+    for name in ("server", "site_2", "site_3"):
+        net[name].call(scenes.make_model, 64, 4)
+    for name in ("server", "site_2", "site_3"):
+        net[name].start(scenes.send_model, "site-1")
+    assert [net[name].result() for name in ("server", "site_2", "site_3")] == ["ok"] * 3
+    assert net["site_1"].call(scenes.most_under_way) <= 4 * MIB
+    assert net["site_1"].call(scenes.nbytes_received) == 64 * MIB
+    net["site_1"].call(scenes.limit_under_way, 32 * MIB)
