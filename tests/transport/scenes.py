@@ -356,9 +356,7 @@ def broadcast_model(state: State, targets: list[str]) -> set[str]:
     from nvflare.fuel.f3.cellnet.utils import new_cell_message
 
     request = new_cell_message({}, {"model": state.kept["model"]})
-    replies = state.cell.broadcast_request(
-        channel=CHANNEL, topic=TOPIC, targets=targets, request=request, timeout=60.0
-    )
+    replies = state.cell.broadcast_request(channel=CHANNEL, topic=TOPIC, targets=targets, request=request, timeout=60.0)
     return {reply.get_header(MessageHeaderKey.RETURN_CODE) for reply in replies.values()}
 
 

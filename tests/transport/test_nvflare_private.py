@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What we use of NVFlare without its promise is there and means what it meant; each has its name in a failing test."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from nvflare.apis.signal import Signal
+from nvflare.fuel.f3.streaming import cacheable, download_service
+from nvflare.fuel.f3.streaming.download_service import DownloadService
+from nvflare.fuel.utils.fobs import fobs as registry
+from nvflare.fuel.utils.fobs.decomposers import via_downloader
+
+from nvflare_lazy.transport import nvflare_private
+
+TRANSPORT = Path(nvflare_private.__file__).parent
+
+
+def test_wire_words():
+    """The words of NVFlare's protocol that peers without this package understand."""
+    words = {
+        name: getattr(nvflare_private, name)
+        for name in ("REF_ID", "STATE", "DATA", "STATUS", "START", "COUNT", "DATUM_REF_ID", "DATUM_FQCN")
+    }
+    assert words == {
+        "REF_ID": "ref_id",
+        "STATE": "state",
+        "DATA": "data",
+        "STATUS": "status",
+        "START": cacheable._StateKey.START,
+        "COUNT": cacheable._StateKey.COUNT,
+        "DATUM_REF_ID": "ref_id",
+        "DATUM_FQCN": "fqcn",
+    }
+    assert (nvflare_private.ENC_TYPE, nvflare_private.ENC_DATA) == ("type", "data")
+    assert (nvflare_private.ENC_NATIVE, nvflare_private.ENC_REF) == ("native", "ref")
+
+
+def test_registry():
+    """The registry is two dictionaries, by type name and by number."""
+    assert isinstance(registry._decomposers, dict)
+    assert isinstance(registry._dot_handlers, dict)
+    assert "_decomposers" in inspect.getsource(registry.register)
+    assert "_dot_handlers" in inspect.getsource(registry.get_dot_handler)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "parameters"),
+    [
+        (download_service._Ref, "mark_active", ["self"]),
+        (download_service._Ref, "mark_receiver_active", ["self", "receiver"]),
+        (download_service._Ref, "_finalize_receiver", ["self", "to_receiver", "status", "require_pending", "nonce"]),
+        (download_service._Transaction, "begin_op", ["self"]),
+        (download_service._Transaction, "end_op", ["self"]),
+        (download_service._Transaction, "add_total_bytes", ["self", "byte_count"]),
+        (DownloadService, "_register_source_download", ["cell", "source_fqcn", "ref_id", "abort_signal"]),
+        (DownloadService, "_unregister_source_download", ["source_fqcn", "ref_id", "signal"]),
+        (via_downloader._DecomposeCtx, "add_item", ["self", "item"]),
+        (via_downloader.ViaDownloaderDecomposer, "_finalize_download_tx", ["self", "mgr"]),
+        (via_downloader.ViaDownloaderDecomposer, "_create_downloadable", ["self", "fobs_ctx"]),
+        (via_downloader.ViaDownloaderDecomposer, "_download_from_remote_cell", ["self", "fobs_ctx", "ref"]),
+        (via_downloader.ViaDownloaderDecomposer, "_config_var_name", ["self", "base_name"]),
+    ],
+)
+def test_signatures(owner, name, parameters):
+    """Methods that are called, or take the place of NVFlare's own."""
+    assert list(inspect.signature(getattr(owner, name)).parameters) == parameters
+
+
+def test_names_of_the_service():
+    """Tables and locks of the download service."""
+    assert isinstance(DownloadService._ref_table, dict)
+    assert DownloadService._tx_lock.acquire(timeout=1)
+    DownloadService._tx_lock.release()
+    assert "receiver_ids" in inspect.signature(download_service._Transaction.__init__).parameters
+
+
+def test_signals():
+    """A signal knows what it was triggered with, and whom it follows."""
+    parent = Signal()
+    child = Signal(parent=Signal(parent=parent))
+    parent.trigger("over")
+    assert child.triggered
+    assert nvflare_private.reason_of(child) == "over"
+    assert nvflare_private.reason_of(Signal()) is None
+
+
+def test_items_context():
+    """The same value gets the same number, and numbers count up from T0: names that need not travel."""
+    context = nvflare_private.new_items_context()
+    first, second = object(), object()
+    assert [context.add_item(item)[0] for item in (first, second, first)] == ["T0", "T1", "T0"]
+    assert context.target_items == {"T0": first, "T1": second}
+
+
+def test_all_private_names_are_here():
+    """No other module of transport reaches for a private name of NVFlare."""
+    private_import = re.compile(r"from nvflare[\w.]* import [^\n]*\b_\w+")
+    found = [
+        path.name
+        for path in TRANSPORT.glob("*.py")
+        if path.name != "nvflare_private.py" and private_import.search(path.read_text())
+    ]
+    assert found == []
