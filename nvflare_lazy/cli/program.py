@@ -68,7 +68,7 @@ class LazyGroup(click.Group):
 )
 @click.version_option(nvflare_lazy.__version__, prog_name="nvflare-lazy", message="%(prog)s %(version)s")
 def program() -> None:
-    """Look at, check and convert model checkpoints that are larger than memory."""
+    """For checkpoints larger than memory, and for the machines whose jobs exchange them."""
 
 
 class Stopped(BaseException):
