@@ -21,6 +21,7 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.workflows.base_fedavg import make_fedavg_metrics_aggregation_info
 
 from nvflare_lazy.aggregation import Aggregation, AggregationReport
+from nvflare_lazy.aggregation import ParamsType as ParamsKind
 from nvflare_lazy.errors import NothingToAggregateError, TooFewResultsError, UnfitResultError
 from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.outgoing import Outgoing
@@ -135,7 +136,7 @@ class LazyAggregator(ModelAggregator):
 
     def _combine(self) -> tuple[AggregationReport, FLModel]:
         results = self._round
-        kind = "DIFF" if results.params_type == ParamsType.DIFF else "FULL"
+        kind: ParamsKind = "DIFF" if results.params_type == ParamsType.DIFF else "FULL"
         params = results.params
         numpy = any(holds_arrays(tensors) for tensors in params.values())
         base = self._global_weights()
@@ -147,17 +148,16 @@ class LazyAggregator(ModelAggregator):
             )
         except NothingToAggregateError as error:
             raise TooFewResultsError(f"round {self._round_number()} has no usable results: {error}") from error
-        for client, error in result.report.left_out.items():
-            self._leave_out(client, str(error))
+        for client, reason in result.report.left_out.items():
+            self._leave_out(client, str(reason))
         took_part = list(result.report.contributors)
         if len(took_part) < self.min_results:
-            raise TooFewResultsError(
-                f"round {self._round_number()} has {len(took_part)} usable results, and min_results is {self.min_results}"
-            )
+            found = f"round {self._round_number()} has {len(took_part)} usable results"
+            raise TooFewResultsError(f"{found}, and min_results is {self.min_results}")
         tensors = result.tensors
         if kind == "DIFF" or self._step.optimizes:
             tensors = self._step.take(
-                base or {}, tensors, kind, outgoing, self._round_number(), memory_budget=self._budget()
+                base or {}, tensors, kind, outgoing, self._round_number(), memory_budget=self.budget
             )
         metrics = results.mean_metrics(took_part, self._warn_metric)
         self._tell_stats(params, took_part, result.report)
@@ -168,11 +168,11 @@ class LazyAggregator(ModelAggregator):
             meta={AppConstants.METRICS_AGGREGATION_INFO: self._metrics_info(took_part)},
         )
 
-    def _aggregation(self, kind: Literal["FULL", "DIFF"]) -> Aggregation:
+    def _aggregation(self, kind: ParamsKind) -> Aggregation:
         return Aggregation(
             rule={"name": self.rule, **(self.rule_args or {})},
             params_type=kind,
-            memory_budget=self._budget(),
+            memory_budget=self.budget,
             exclude=self.exclude_vars,
             on_mismatch="leave_out",
             on_non_finite=self.on_non_finite,
@@ -180,7 +180,9 @@ class LazyAggregator(ModelAggregator):
             durable=False,
         )
 
-    def _budget(self) -> int | str:
+    @property
+    def budget(self) -> int | str:
+        """The memory to work in."""
         if self.memory_budget is not None:
             return self.memory_budget
         offload = job_context.offload_of(self.fl_ctx)
@@ -258,5 +260,3 @@ class LazyAggregator(ModelAggregator):
             logger.warning("%s", message)
         else:
             self.log_warning(self.fl_ctx, message, fire_event=False)
-
-

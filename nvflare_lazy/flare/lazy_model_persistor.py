@@ -142,6 +142,8 @@ class LazyModelPersistor(ModelPersistor):
             self._write_pytorch_files(fl_ctx)
         elif event == EventType.END_RUN:
             self._current = {}
+            if self._store is not None:
+                self._store.clear_incoming()
 
     def load_model(self, fl_ctx: FLContext) -> ModelLearnable | None:
         """Return the model the job begins with, as lazy tensors or arrays."""

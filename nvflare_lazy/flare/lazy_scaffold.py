@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LazyScaffold`: NVFlare's SCAFFOLD with the global model and the control variates on disk.
+
+Each client sends its model and how its control variates changed; both are combined by the engine, and the sum of the
+global control variates and their change is taken in a stream, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nvflare.apis.fl_context import FLContext
+from nvflare.app_common.abstract.fl_model import FLModel
+from nvflare.app_common.app_constant import AlgorithmConstants
+from nvflare.app_common.app_event_type import AppEventType
+from nvflare.app_common.workflows.scaffold import Scaffold
+
+from nvflare_lazy.aggregation import Aggregation
+from nvflare_lazy.errors import UnfitResultError
+from nvflare_lazy.flare import job_context
+from nvflare_lazy.flare.fit import misfit
+from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
+from nvflare_lazy.flare.outgoing import Outgoing
+from nvflare_lazy.flare.process_memory import give_back_free_memory
+from nvflare_lazy.flare.round_results import client_of, steps_of
+from nvflare_lazy.flare.server_step import ServerStep
+from nvflare_lazy.flare.weights import as_weights, entries_of, holds_arrays
+from nvflare_lazy.flare.zeros import zeros_like
+from nvflare_lazy.transport.failed import failure_of
+
+_CONTROLS = AlgorithmConstants.SCAFFOLD_CTRL_GLOBAL
+_CHANGES = AlgorithmConstants.SCAFFOLD_CTRL_DIFF
+
+
+class LazyScaffold(Scaffold):
+    """Takes the arguments of NVFlare's `Scaffold`, and this one; clients are those of NVFlare's.
+
+    Args:
+        memory_budget: Memory to combine in; that of `TensorOffload`, if not given.
+
+    Example:
+        >>> {"id": "controller", "path": "nvflare_lazy.flare.LazyScaffold", "args": {"num_clients": 4}}
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        memory_budget: int | str | None = None,
+        enable_tensor_disk_offload: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, enable_tensor_disk_offload=enable_tensor_disk_offload, **kwargs)
+        self.memory_budget = memory_budget
+        self._aggregator = LazyAggregator(memory_budget=memory_budget)
+        self._add = ServerStep(None)
+
+    def initialize(self, fl_ctx: FLContext) -> None:
+        """Load the model, and begin with control variates that are zero."""
+        # Not the parent's, which makes them by copying the model.
+        super(Scaffold, self).initialize(fl_ctx)
+        self._aggregator.fl_ctx = fl_ctx
+        self.model = self.load_model()
+        self.model.start_round = self.start_round
+        self.model.total_rounds = self.num_rounds
+        entries = entries_of(self.model.params)
+        self._controls: dict[str, Any] = as_weights(
+            {name: zeros_like(entry) for name, entry in entries.items()}, numpy=holds_arrays(self.model.params)
+        )
+
+    def _run_rounds(self) -> None:
+        self.info("Start Scaffold.")
+        for number in range(self.start_round, self.start_round + self.num_rounds):
+            self.current_round = number
+            self.info(f"Round {self.current_round} started.")
+            self.set_fl_context(FLModel(params={}, current_round=self.current_round, total_rounds=self.num_rounds))
+            self.event(AppEventType.ROUND_STARTED)
+            self.model.current_round = self.current_round
+            self.model.meta[_CONTROLS] = self._controls
+            results = self.send_model_and_wait(targets=self.sample_clients(self.num_clients), data=self.model)
+            changes = self._take(results)
+            combined = self.aggregate(results, aggregate_fn=lambda _: self._aggregator.aggregate_model())
+            if not combined.params:
+                return  # the reason is in the log, and the job has been told to end
+            self.model = self.update_model(self.model, combined)
+            self._controls = self._moved(changes)
+            for result in results:
+                result.params, result.meta = None, {}
+            self.save_model(self.model)
+            self._maybe_cleanup_memory()
+            give_back_free_memory()
+        self.info("Finished Scaffold.")
+
+    def _take(self, results: list[FLModel]) -> dict[str, tuple[dict[str, Any], float]]:
+        """Take the results that are whole, and return how each client's control variates changed, and its weight."""
+        self._aggregator.fl_ctx = self.fl_ctx
+        self._aggregator.reset_stats()
+        changes = {}
+        for result in list(results):
+            client = client_of(result)
+            change = (result.meta or {}).get(_CHANGES)
+            try:
+                if not isinstance(change, dict):
+                    raise UnfitResultError(
+                        f"{client} did not send meta[{_CHANGES!r}]: its script must use NVFlare's PTScaffoldHelper"
+                    )
+                wrong = failure_of(change) or misfit(change, self._controls)
+                if wrong is not None:
+                    raise UnfitResultError(f"the control variates of {client} do not fit the model: {wrong}")
+                self._aggregator.accept_model(result)
+            except UnfitResultError as error:
+                self.warning(f"{client} is left out: {error}")
+                log = job_context.round_log_of(self.fl_ctx)
+                if log is not None:
+                    log.left_out(client, str(error))
+                results.remove(result)
+            else:
+                changes[client] = (change, steps_of(result))
+        return changes
+
+    def _moved(self, changes: Mapping[str, tuple[dict[str, Any], float]]) -> dict[str, Any]:
+        """Return the control variates after the round."""
+        outgoing = Outgoing.of(self.fl_ctx)
+        nbytes = sum(int(value.nbytes) for value in self._controls.values())
+        place = outgoing.new(nbytes)
+        budget = self._aggregator.budget
+        mean = Aggregation(memory_budget=budget, params_type="DIFF", on_mismatch="leave_out", durable=False).run(
+            {client: change for client, (change, _) in changes.items()},
+            place.path,
+            weights={client: weight for client, (_, weight) in changes.items()},
+            reference=self._controls,
+            keep_alive=place,
+        )
+        moved = self._add.take(self._controls, mean.tensors, "DIFF", outgoing, self.current_round, memory_budget=budget)
+        return as_weights(moved.entries, numpy=holds_arrays(self._controls))
