@@ -61,16 +61,15 @@ def publish_shards(
             # The shards must have their names before an index may.
             sync_directory(directory)
             index.appear()
-        except BaseException:
-            # A signal may arrive between the last rename and the next line.
-            if not index.has_appeared():
+            sync_directory(directory)
+        finally:
+            # A signal may arrive at any line, and once the index is there it is too late to call the save off.
+            if index.has_appeared():
+                # Where one file was the checkpoint, it counts until it is gone.
+                _remove(directory, [os.path.basename(path), *garbage])
+            else:
                 _remove(directory, names)
-            raise
         sync_directory(directory)
-        # Where one file was the checkpoint, it counts until it is gone.
-        _remove(directory, [os.path.basename(path)])
-        sync_directory(directory)
-        _remove(directory, garbage)
     return index.path
 
 
