@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program that saves checkpoints over others again and again, killed a little later each time.
 
-Usage: python -m tests.formats.killed_saves DIRECTORY. Prints a line of JSON for each moment at which one was killed: what
-opening the checkpoint gave then, and what a save after that left in the directory.
+Usage: python -m tests.formats.killed_saves DIRECTORY. Prints a line of JSON for each moment of a kill: what opening the
+checkpoint gave then, and what a save after that left in the directory.
 """
 
 from __future__ import annotations
