@@ -62,12 +62,14 @@ def test_opening_a_file_takes_hardly_longer_than_importing_torch(model):
     """Importing the package and opening a file, against importing torch: both in new processes, taking turns."""
     opening = f"import nvflare_lazy; nvflare_lazy.open({str(model)!r})"
     torch_alone, with_us = [], []
-    for _ in range(5):
+    for turn in range(12):
         torch_alone.append(seconds("import torch"))
         with_us.append(seconds(opening))
-    # What else the machine is doing may spoil either of them, but hardly both.
-    extra = [summary(with_us) - summary(torch_alone) for summary in (min, statistics.median)]
-    assert min(extra) < SLOWER_BY_AT_MOST_SECONDS
+        # What else the machine is doing may spoil a few turns, but hardly all of them.
+        extra = statistics.median(with_us) - statistics.median(torch_alone)
+        if turn >= 2 and extra < SLOWER_BY_AT_MOST_SECONDS:
+            return
+    pytest.fail(f"{extra:.2f} s more than torch alone, {torch_alone} against {with_us}")
 
 
 def seconds(code: str) -> float:
