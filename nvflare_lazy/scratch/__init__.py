@@ -11,7 +11,7 @@ from nvflare_lazy.scratch.current import current_job_scratch, reset_job_scratch,
 from nvflare_lazy.scratch.download import DownloadScratch
 from nvflare_lazy.scratch.file_systems import RootReport, describe_root
 from nvflare_lazy.scratch.job import JobScratch
-from nvflare_lazy.scratch.reclaim import LeaseReport, Reclaimed, list_scratch, reclaim
+from nvflare_lazy.scratch.leftovers import LeaseReport, Reclaimed, list_scratch, reclaim
 from nvflare_lazy.scratch.root import ScratchRoot
 from nvflare_lazy.scratch.scratch_file import ScratchFile
 

@@ -18,7 +18,7 @@ from nvflare_lazy.scratch.account import SpaceAccount, min_free_bytes
 from nvflare_lazy.scratch.download import DownloadScratch
 from nvflare_lazy.scratch.file_systems import RootReport, describe_root
 from nvflare_lazy.scratch.job_directory import JobDirectory
-from nvflare_lazy.scratch.reclaim import Reclaimed, reclaim
+from nvflare_lazy.scratch.leftovers import Reclaimed, reclaim
 from nvflare_lazy.scratch.root import ScratchRoot
 from nvflare_lazy.tensors.sizes import parse_size
 

@@ -203,8 +203,8 @@ def _check(place: Path) -> None:
 def _followed(path: Path) -> Path:
     """Follow the links in a path, but none that somebody may have planted.
 
-    The kernel's own rule (fs.protected_symlinks): in a sticky directory that everybody may write to, only entries of
-    root, of the directory's owner and of this user are trusted. It is extended to directories here.
+    As the kernel does it (fs.protected_symlinks), and for directories, too: in a sticky directory that everybody may
+    write to, only what root or this user put there is trusted.
     """
     trusted = {0, os.geteuid()}
     place = Path("/")
@@ -223,7 +223,7 @@ def _followed(path: Path) -> Path:
         except OSError as error:
             raise named(error, "use the scratch root", path) from error
         everybodys = above.st_mode & stat.S_ISVTX and above.st_mode & stat.S_IWOTH
-        if everybodys and status.st_uid not in trusted | {above.st_uid}:
+        if everybodys and status.st_uid not in trusted:
             raise ScratchPermissionError(
                 f"{place}, which the scratch root {path} goes through, was put there by user {status.st_uid}; "
                 "remove it, or choose another root"

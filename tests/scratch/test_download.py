@@ -110,6 +110,14 @@ def test_closed_file_is_not_finished(job):
     file.close()
 
 
+def test_forgotten_file_is_closed(job):
+    """A file that is dropped unfinished does not keep its descriptor until its download ends."""
+    download = job.download()
+    before = len(os.listdir("/proc/self/fd"))
+    download.new_file().write(b"abc")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_released_download_takes_no_more(job):
     """After release the directory is gone, the bytes are back, and every use raises the error that says so."""
     download = job.download("of site-1")

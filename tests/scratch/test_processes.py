@@ -138,9 +138,12 @@ if os.fork() == 0:
     own = current_job_scratch()
     own.download().new_file().write(b"of the child")
     different = own is not job
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(30)]  # gets the numbers that the parent's files had
     file.close()
     download.release()
     job.release()
+    for fd in opened:
+        os.close(fd)  # raises if somebody else closed it
     print(refused, reclaimed, different, own.root == job.root, flush=True)
     sys.exit(0)  # runs finalizers
 os.wait()
@@ -166,9 +169,8 @@ from nvflare_lazy.scratch import JobScratch
 job = JobScratch.open(sys.argv[1], job="of the parent", min_free=0)
 file = job.download().new_file()
 file.write(bytes(1000))
-child = os.fork()
-if child:
-    os.write(1, f"{os.getpid()}\\n".encode())
+if os.fork() == 0:
+    os.write(1, f"{os.getppid()}\\n".encode())
 sys.stdin.readline()
 os._exit(0)
 """

@@ -119,8 +119,10 @@ def test_crash_while_creating(root, leave_behind):
     lost = leave_behind()
     (root / "job-1111111111111111.lease.new").write_bytes(b"{")
     (root / "job-2222222222222222.lease").write_bytes(lost.with_suffix(".lease").read_bytes())
-    (root / "job-3333333333333333").mkdir(mode=0)
-    assert len(reclaim(root)) == 3
+    (root / "job-3333333333333333").mkdir()
+    leave_behind("4" * 16)
+    (root / "job-4444444444444444" / "download" / "made with a strange umask").mkdir(mode=0)
+    assert len(reclaim(root)) == 4
     assert names(root) == []
 
 
@@ -184,6 +186,21 @@ def test_lease_taken_for_an_abandoned_one(root, monkeypatch):
         assert taken
         assert job.path.name not in taken[0]
         assert [report.alive for report in list_scratch(root)] == [True]
+
+
+def test_lease_that_goes_while_it_is_looked_at(root, leave_behind, monkeypatch):
+    """Of two that reclaim the same directory the second, however late, finds that there is nothing left to reclaim."""
+    leave_behind()
+    inner = []
+
+    def lock_too_late(fd, **options):
+        monkeypatch.setattr("nvflare_lazy.scratch.leftovers.try_lock", lease.try_lock)
+        inner.extend(reclaim(root))
+        return lease.try_lock(fd, **options)
+
+    monkeypatch.setattr("nvflare_lazy.scratch.leftovers.try_lock", lock_too_late)
+    assert reclaim(root) == []
+    assert len(inner) == 1
 
 
 def test_works_without_locks(root, no_locks, caplog):

@@ -123,6 +123,40 @@ def test_release_does_not_hang_with_the_disk(job, monkeypatch, hanging_disk, cap
     assert job.used == 0
 
 
+def test_release_explains_what_it_broke(job, monkeypatch, hanging_disk):
+    """A write that fails because of the release reports the release, not what became of it."""
+    monkeypatch.setattr(directory, "_PATIENCE", 0.1)
+    monkeypatch.setattr(scratch_file, "LOOK_EVERY", 1)  # notices that its file is gone
+    download = job.download()
+    file = download.new_file()
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(file.write, bytes(1000))
+        while not download._directory._writers:
+            time.sleep(0.001)
+        download.release()
+        hanging_disk.set()
+        assert type(writing.exception()) is ReleasedScratchError
+
+
+def test_release_while_a_file_is_created(job, monkeypatch):
+    """A signal handler that releases the download in the middle of making a file leaves neither file nor descriptor."""
+    open_before = len(os.listdir("/proc/self/fd"))
+    download = job.download()
+    create = os.open
+
+    def create_and_be_interrupted(*arguments, **named):
+        monkeypatch.setattr(os, "open", create)
+        fd = create(*arguments, **named)
+        download.release()
+        return fd
+
+    monkeypatch.setattr(os, "open", create_and_be_interrupted)
+    with pytest.raises(ReleasedScratchError):
+        download.new_file()
+    assert names(job.path) == []
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
 def overwrite_without_end(file):
     while True:
         file.pwrite(bytes(1 << 20), 0)
