@@ -32,6 +32,7 @@ _LOCATOR64 = struct.Struct("<4sIQI")
 _LONGEST_COMMENT = 0xFFFF
 _ENCRYPTED = 0x0001 | 0x0040 | 0x2000
 _ZIP64_FIELD = 1
+_IS_DIRECTORY = 0x10
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class _Directory:
 
     def _entry(self, name: str, fields: tuple[int, ...], extra: bytes) -> _Entry:
         self._check_name(name)
-        flags, method, packed, nbytes, disk, header = (fields[index] for index in (3, 4, 8, 9, 13, 16))
+        flags, method, packed, nbytes, disk, attributes, header = (fields[at] for at in (3, 4, 8, 9, 13, 15, 16))
         if flags & _ENCRYPTED:
             raise EncryptedRecordError(f"{self._file.path}: {name} is encrypted; save the checkpoint without")
         if method:
@@ -144,7 +145,8 @@ class _Directory:
         nbytes, packed, header = sizes
         if packed != nbytes or disk not in (0, 0xFFFF):
             raise self._broken(f"{name} is stored, but in another number of bytes than it has")
-        if name.endswith("/") and nbytes:
+        if nbytes and (name.endswith("/") or attributes & _IS_DIRECTORY):
+            # Torch reads nothing from such a record, and takes whatever was in memory for its contents.
             raise self._broken(f"the directory {name} has contents of its own")
         return _Entry(name, header, nbytes, fields[7])
 

@@ -286,6 +286,7 @@ def open_pytorch_without_sniffing(path):
         (24, b"\xff\xff\xff\xff", "size of model/data.pkl is missing"),
         (42, b"\xfe\xff\xff\xff", "lies outside"),
         (30, b"\xff\xff", "directory is damaged"),
+        (38, b"\x10", "the directory model/data.pkl has contents"),
     ],
 )
 def test_broken_entries(path, at, value, what):

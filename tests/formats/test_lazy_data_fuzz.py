@@ -57,6 +57,8 @@ def by_name(value: object, prefix: str = "") -> dict[str, torch.Tensor]:
     """The tensors of what `torch.load` gave, by the names they have here."""
     if isinstance(value, torch.Tensor):
         return {prefix: value}
+    if isinstance(value, torch.storage.TypedStorage):
+        return {prefix: torch.empty(0, dtype=value.dtype).set_(value.untyped())}
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     found = {}
     for key, part in items:
