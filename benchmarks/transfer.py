@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a model gets from a server to its clients, and what that takes in memory: NVFlare as it is, and this package.
+"""How fast a model gets from a server to its clients, and what memory that takes: NVFlare as it is, and this package.
 
     python -m benchmarks.transfer                    # 1 GiB as 64 and as 20,000 tensors, to 1 and to 4 receivers
     python -m benchmarks.transfer --mib 256 --receivers 1
 
 Every process is real, with a cell that talks TCP over loopback; stock receives into memory, the plugin into scratch.
-Anonymous memory counts (RssAnon): the growth of the receiver that grew most, and of the sender beyond the model it holds.
+Anonymous memory counts (RssAnon): the growth of the receiver that grew most, and of the sender beyond its model.
 """
 
 from __future__ import annotations

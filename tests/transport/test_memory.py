@@ -65,7 +65,7 @@ def test_into_memory(net):
 
 
 def test_broadcast_with_a_slow_receiver(net):
-    """Four receivers, one of them slow and one of them stock: all get the model, and the sender keeps nothing for them."""
+    """Four receivers, one slow and one stock: all get the model, and the sender keeps nothing for them."""
     net["server"].call(scenes.make_model, 64, 64)
     net["site_2"].call(scenes.slow_down, 0.02)
     net["server"].call(scenes.watch)

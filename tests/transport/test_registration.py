@@ -17,8 +17,7 @@ def run(code: str) -> str:
     """Run code in a process of its own: what is registered is the whole process's."""
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning:nvflare_lazy", "-c", textwrap.dedent(code)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=100,
     )
