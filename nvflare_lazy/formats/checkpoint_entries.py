@@ -15,6 +15,7 @@ import torch
 from nvflare_lazy.errors import StorageError, TensorGeometryError, UnsupportedDtypeError, UnsupportedTensorError
 from nvflare_lazy.formats.pickled_tensors import StorageRef, TensorRef, UnsupportedTensor
 from nvflare_lazy.formats.rewritten_source import ByteSwappedSource, SignFlippedSource
+from nvflare_lazy.formats.strict_json import quoted
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.byte_source import FailedSource
 from nvflare_lazy.tensors.raw_bytes import extent
@@ -79,7 +80,7 @@ class EntryMaker:
     def _failed(self, name: str, kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorEntry:
         self._check_shape(name, shape, dtype)
         error = UnsupportedTensorError(
-            f"{name} in {self._data.path} is {kind}, which cannot be read without loading it: "
+            f"{quoted(name)} in {self._data.path} is {kind}, which cannot be read without loading it: "
             "load the checkpoint with torch.load and save it as an ordinary tensor"
         )
         return TensorEntry(FailedSource(prod(shape) * dtype.itemsize, error), dtype, shape)
@@ -92,8 +93,8 @@ class EntryMaker:
         whole = self._data.storage(storage.key)
         if storage.total > whole.nbytes:
             raise StorageError(
-                f"{self._data.path}: storage {storage.key!r} of {name} should have {storage.total} bytes, but has "
-                f"{whole.nbytes}: the file is damaged; get it again"
+                f"{self._data.path}: storage {quoted(storage.key)} of {quoted(name)} should have {storage.total} bytes, "
+                f"but has {whole.nbytes}: the file is damaged; get it again"
             )
         source = whole.slice(storage.offset, storage.nbytes)
         if self._data.swapped and width > 1:
@@ -120,7 +121,7 @@ class EntryMaker:
             raise self._impossible(name, "more bytes than can be counted")
 
     def _impossible(self, name: str, what: str) -> TensorGeometryError:
-        return TensorGeometryError(f"{self._data.path}: {name} has {what}; the file is damaged or forged")
+        return TensorGeometryError(f"{self._data.path}: {quoted(name)} has {what}; the file is damaged or forged")
 
 
 def _flipped(record: TensorRef) -> tuple[bool, ...]:

@@ -20,6 +20,7 @@ from nvflare_lazy.formats.pickled_tensors import (
     TensorRef,
     UnsupportedTensor,
 )
+from nvflare_lazy.formats.strict_json import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -110,7 +111,7 @@ class CheckpointTree:
     def _add(self, name: str, record: TensorRecord) -> None:
         if name in self.tensors:
             raise NameCollisionError(
-                f"{self._path}: two tensors would both be called {name!r}; open the part you need with section=..."
+                f"{self._path}: two tensors would both be called {quoted(name)}; open the part you need with section=..."
             )
         self.tensors[name] = record
 
@@ -127,8 +128,8 @@ def select(path: str, content: object, section: str) -> object:
     if found is None or children(found) is None:
         known = [_key_text(key) for key, part in children(content) or () if children(part) is not None]
         raise SectionError(
-            f"{path} has no section {section!r} that holds named tensors; "
-            + (f"it has {', '.join(known[:20])}" if known else "it has no sections, open it without one")
+            f"{path} has no section {quoted(section)} that holds named tensors; "
+            + (f"it has {', '.join(map(quoted, known[:20]))}" if known else "it has no sections, open it without one")
         )
     return found
 

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from nvflare_lazy.errors import StorageError
+from nvflare_lazy.formats.strict_json import quoted
 from nvflare_lazy.tensors.byte_source import OpenFile
 
 if TYPE_CHECKING:
@@ -75,7 +76,9 @@ class LazyDataSource(ABC):
         """Return the bytes of a storage as a source, without reading them."""
         found = self._storage(key)
         if found is None:
-            raise StorageError(f"{self.path} has no storage {key!r}: the file is damaged or incomplete; get it again")
+            raise StorageError(
+                f"{self.path} has no storage {quoted(key)}: the file is damaged or incomplete; get it again"
+            )
         return found
 
     def contains(self, key: str) -> bool:

@@ -16,6 +16,7 @@ from nvflare_lazy.formats.data_source import LazyDataSource
 from nvflare_lazy.formats.pickle_globals import find_global
 from nvflare_lazy.formats.pickle_stream import PickleStream
 from nvflare_lazy.formats.pickled_tensors import StorageRef, storage_ref, text
+from nvflare_lazy.formats.strict_json import quoted
 from nvflare_lazy.formats.unpickler import RestrictedUnpickler
 from nvflare_lazy.tensors.byte_source import FileSource
 
@@ -89,7 +90,7 @@ class LegacyMultiStorageSource(LazyDataSource):
             at += _COUNT_BYTES
             if nbytes != announced.total or at + nbytes > self.file.size:
                 raise StorageError(
-                    f"{self.path}: storage {key} should have {announced.total} bytes, but says {nbytes} and "
+                    f"{self.path}: storage {quoted(key)} should have {announced.total} bytes, but says {nbytes} and "
                     f"{max(self.file.size - at, 0)} are left: the file is damaged or cut short; get it again"
                 )
             storages[key] = FileSource(self.file, at, nbytes)
@@ -98,6 +99,8 @@ class LegacyMultiStorageSource(LazyDataSource):
 
     def _count(self, announced: StorageRef, at: int) -> int:
         if at + _COUNT_BYTES > self.file.size:
-            raise StorageError(f"{self.path} ends before storage {announced.key}: it was cut short; get it again")
+            raise StorageError(
+                f"{self.path} ends before storage {quoted(announced.key)}: it was cut short; get it again"
+            )
         count = FileSource(self.file, at, _COUNT_BYTES).read()
         return int.from_bytes(count, "little", signed=True)

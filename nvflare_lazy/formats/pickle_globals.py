@@ -25,6 +25,7 @@ from nvflare_lazy.formats.pickled_tensors import (
     integers,
     is_plain_key,
 )
+from nvflare_lazy.formats.strict_json import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,16 +43,15 @@ _STORAGE_DTYPES = {
     "BoolStorage": "bool",
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
-    "QInt8Storage": "qint8",
-    "QInt32Storage": "qint32",
-    "QUInt8Storage": "quint8",
-    "QUInt4x2Storage": "quint4x2",
-    "QUInt2x4Storage": "quint2x4",
+    # What the elements of quantized tensors are when nobody knows their scale.
+    "QInt8Storage": "int8",
+    "QInt32Storage": "int32",
+    "QUInt8Storage": "uint8",
+    "QUInt4x2Storage": "uint8",
+    "QUInt2x4Storage": "uint8",
     "UntypedStorage": "uint8",
     "_UntypedStorage": "uint8",
 }
-# What the elements of quantized tensors are when nobody knows their scale.
-_PLAIN_DTYPES = {torch.qint8: torch.int8, torch.qint32: torch.int32}
 
 
 def find_global(path: str, module: str, name: str) -> object:
@@ -70,17 +70,18 @@ def find_global(path: str, module: str, name: str) -> object:
             return StorageType(name, getattr(torch, _STORAGE_DTYPES[name]))
         if name.endswith("Tensor") and f"{name.removesuffix('Tensor')}Storage" in _STORAGE_DTYPES:
             return Global(f"{module}.{name}", _nothing)
-    _refuse(path, f"{module}.{name}"[:200])
+    _refuse(path, f"{module}.{name}")
 
 
 def _refuse(path: str, dotted: str) -> NoReturn:
+    shown = dotted if dotted.isascii() and dotted.replace(".", "_").isidentifier() else quoted(dotted)
     what = "which is not part of a state dict"
     if dotted.startswith(("torch.nn.modules.", "__main__.")):
         what = "so it is a whole pickled model, or an object of the program that saved it, and not a state dict"
     elif dotted.startswith("torch.distributed."):
         what = "so it has tensors that are spread over processes, which have to be gathered before they are saved"
     raise ForbiddenGlobalError(
-        f"{path} names {dotted}, {what}. Nothing of it was run. If you trust where it comes from, load it with "
+        f"{path} names {shown}, {what}. Nothing of it was run. If you trust where it comes from, load it with "
         "torch.load(..., weights_only=False) where it can do no harm, and save the state dict alone, "
         "with torch.save or as safetensors"
     )
@@ -174,8 +175,7 @@ def _from_type(func: object, tensor_type: object, arguments: object, state: obje
 def _quantized(storage: object, offset: object, size: object, *_: object) -> UnsupportedTensor:
     if type(storage) is not StorageRef:
         raise ValueError("the storage is none")
-    plain = _PLAIN_DTYPES.get(storage.dtype, torch.uint8)
-    return UnsupportedTensor("a quantized tensor", plain, integers(size, "size"))
+    return UnsupportedTensor("a quantized tensor", storage.dtype, integers(size, "size"))
 
 
 def _sparse(layout: object, data: object) -> UnsupportedTensor:
@@ -331,6 +331,14 @@ _BUILTINS: dict[str, Callable[..., object]] = {
     "str": _nothing,
 }
 
+_QUANTIZATION_SCHEMES = (
+    "per_tensor_affine",
+    "per_tensor_symmetric",
+    "per_channel_affine",
+    "per_channel_symmetric",
+    "per_channel_affine_float_qparams",
+)
+
 
 @cache
 def _allowed() -> dict[str, object]:
@@ -345,9 +353,9 @@ def _allowed() -> dict[str, object]:
         # Protocols below 3 use the names that Python 2 had.
         for module in ("builtins", "__builtin__"):
             table[f"{module}.{name}"] = Global(f"builtins.{name}", build, is_class=True)
+    for scheme in _QUANTIZATION_SCHEMES:
+        table[f"torch.{scheme}"] = f"torch.{scheme}"
     for value in vars(torch).values():
         if type(value) is torch.dtype:
             table[str(value)] = value
-        elif type(value) is torch.qscheme:
-            table[str(value)] = str(value)
     return table

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 _LONGEST_LINE = 4096
 _WIDEST_LONG = 1024
 # What the objects of a pickle may weigh in memory: some to begin with, and so much more for each of its bytes. Those
-# of real checkpoints weigh less than ten times their pickle.
+# of real checkpoints weigh less than ten times their pickle, and that is rarely more than some megabytes.
 _FREE_WEIGHT = 64 << 20
 _WEIGHT_A_BYTE = 32
+_MOST_WEIGHT = 2 << 30
 _INTEGER = re.compile(rb"-?\d{1,1200}L?")
 
 
@@ -44,11 +45,11 @@ class Budget:
         """Count an object of about so many bytes."""
         self._spent += weight
         if self._spent > self._allowed:
-            self._allowed = _FREE_WEIGHT + _WEIGHT_A_BYTE * self._stream.consumed
+            self._allowed = min(_FREE_WEIGHT + _WEIGHT_A_BYTE * self._stream.consumed, _MOST_WEIGHT)
             if self._spent > self._allowed:
                 raise MalformedPickleError(
-                    f"{self._stream.path}: the pickle would take far more memory than it has bytes, "
-                    "as no state dict does; nothing of it was loaded"
+                    f"{self._stream.path}: the pickle would take far more memory than a state dict needs; "
+                    "nothing of it was loaded"
                 )
 
 
@@ -102,6 +103,7 @@ class PickleStream:
         big = bytearray(count)
         self._file.read_into(memoryview(big), at)
         self._jump(at + count)
+        self.budget.spend(count)
         return bytes(big)
 
     def read_line(self) -> bytes:

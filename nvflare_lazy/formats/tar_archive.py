@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nvflare_lazy.errors import ArchiveError, DuplicateRecordError
+from nvflare_lazy.formats.strict_json import quoted
 
 if TYPE_CHECKING:
     from nvflare_lazy.tensors.byte_source import OpenFile
@@ -64,7 +65,7 @@ def read_members(file: OpenFile) -> dict[str, TarMember]:
         elif kind in _FILES:
             name = overrides.get("path", header[:100].rstrip(b"\0")).decode("utf-8", "surrogateescape")
             if name in members:
-                raise DuplicateRecordError(f"{file.path} has two members called {name!r}; do not use it")
+                raise DuplicateRecordError(f"{file.path} has two members called {quoted(name)}; do not use it")
             members[name] = TarMember(at, nbytes)
             overrides = {}
         else:

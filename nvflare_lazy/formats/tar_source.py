@@ -16,6 +16,7 @@ from nvflare_lazy.formats.data_source import LazyDataSource
 from nvflare_lazy.formats.pickle_globals import find_global
 from nvflare_lazy.formats.pickle_stream import PickleStream
 from nvflare_lazy.formats.pickled_tensors import StorageRef, StorageType, TensorRef, is_small, text
+from nvflare_lazy.formats.strict_json import quoted
 from nvflare_lazy.formats.tar_archive import read_members
 from nvflare_lazy.formats.unpickler import RestrictedUnpickler
 from nvflare_lazy.tensors.byte_source import FileSource
@@ -43,7 +44,7 @@ class TarSource(LazyDataSource):
         super().__init__(path, file)
         members = read_members(self.file)
         if not members.keys() >= set(_MEMBERS):
-            some = ", ".join(repr(name[:60]) for name in list(members)[:3])
+            some = ", ".join(quoted(name) for name in list(members)[:3])
             raise ArchiveError(
                 f"{self.path} is a tar archive, but no PyTorch checkpoint; it has {some or 'nothing in it'}"
             )

@@ -19,6 +19,7 @@ from nvflare_lazy.errors import (
     OverlappingRecordError,
     RecordNameError,
 )
+from nvflare_lazy.formats.strict_json import quoted
 
 if TYPE_CHECKING:
     from nvflare_lazy.tensors.byte_source import OpenFile
@@ -29,6 +30,8 @@ _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64 = struct.Struct("<4sIQI")
+# Each takes several times as much memory as it takes in the file.
+_MOST_RECORDS = 1_000_000
 _LONGEST_COMMENT = 0xFFFF
 _ENCRYPTED = 0x0001 | 0x0040 | 0x2000
 _ZIP64_FIELD = 1
@@ -67,7 +70,9 @@ class _Directory:
         records: dict[str, ZipRecord] = {}
         for entry in entries:
             if entry.name in records:
-                raise DuplicateRecordError(f"{self._file.path} has two records called {entry.name!r}; do not use it")
+                raise DuplicateRecordError(
+                    f"{self._file.path} has two records called {quoted(entry.name)}; do not use it"
+                )
             records[entry.name] = ZipRecord(self._data_offset(entry), entry.nbytes, entry.crc32)
         self._check_overlaps(entries, records)
         return {name: record for name, record in records.items() if not name.endswith("/")}
@@ -107,6 +112,8 @@ class _Directory:
     def _entries(self) -> list[_Entry]:
         if self._count * _CENTRAL.size > self._size:
             raise self._broken("its directory is shorter than its entries")
+        if self._count > _MOST_RECORDS:
+            raise self._broken(f"it has {self._count} records, more than any checkpoint")
         directory = self._read(self._start, self._size)
         entries, at = [], 0
         for _ in range(self._count):
@@ -128,10 +135,10 @@ class _Directory:
         self._check_name(name)
         flags, method, packed, nbytes, disk, attributes, header = (fields[at] for at in (3, 4, 8, 9, 13, 15, 16))
         if flags & _ENCRYPTED:
-            raise EncryptedRecordError(f"{self._file.path}: {name} is encrypted; save the checkpoint without")
+            raise EncryptedRecordError(f"{self._file.path}: {quoted(name)} is encrypted; save the checkpoint without")
         if method:
             raise CompressedRecordError(
-                f"{self._file.path}: {name} is compressed, and can only be read as a whole; "
+                f"{self._file.path}: {quoted(name)} is compressed, and can only be read as a whole; "
                 "unpack the archive, or load it with torch.load and save it again"
             )
         wide = _zip64_field(extra)
@@ -139,34 +146,34 @@ class _Directory:
         for value in (nbytes, packed, header):
             if value == 0xFFFFFFFF:
                 if len(wide) < 8:
-                    raise self._broken(f"the size of {name} is missing")
+                    raise self._broken(f"the size of {quoted(name)} is missing")
                 value, wide = int.from_bytes(wide[:8], "little"), wide[8:]
             sizes.append(value)
         nbytes, packed, header = sizes
         if packed != nbytes or disk not in (0, 0xFFFF):
-            raise self._broken(f"{name} is stored, but in another number of bytes than it has")
+            raise self._broken(f"{quoted(name)} is stored, but in another number of bytes than it has")
         if nbytes and (name.endswith("/") or attributes & _IS_DIRECTORY):
             # Torch reads nothing from such a record, and takes whatever was in memory for its contents.
-            raise self._broken(f"the directory {name} has contents of its own")
+            raise self._broken(f"the directory {quoted(name)} has contents of its own")
         return _Entry(name, header, nbytes, fields[7])
 
     def _check_name(self, name: str) -> None:
         parts = name.removesuffix("/").split("/")
         if "\\" in name or "\0" in name or not all(part and part not in (".", "..") for part in parts):
-            raise RecordNameError(f"{self._file.path} has a record called {name[:200]!r}, which is no name of a record")
+            raise RecordNameError(f"{self._file.path} has a record called {quoted(name)}, which is no name of a record")
 
     def _data_offset(self, entry: _Entry) -> int:
         """Return where the record's data begins: after a header of its own, whose padding only it knows."""
         name = entry.name.encode("utf-8", "surrogateescape")
         if entry.header + _LOCAL.size + len(name) > self._start:
-            raise self._broken(f"{entry.name} lies outside of it")
+            raise self._broken(f"{quoted(entry.name)} lies outside of it")
         header = self._read(entry.header, _LOCAL.size + len(name))
         magic, _, flags, method, *_, name_length, extra_length = _LOCAL.unpack_from(header)
         if magic != MAGIC or flags & _ENCRYPTED or method:
-            raise self._broken(f"the header of {entry.name} is not what the directory says")
+            raise self._broken(f"the header of {quoted(entry.name)} is not what the directory says")
         if name_length != len(name) or header[_LOCAL.size :] != name:
             raise RecordNameError(
-                f"{self._file.path}: {entry.name} has another name in its header; do not use this file"
+                f"{self._file.path}: {quoted(entry.name)} has another name in its header; do not use this file"
             )
         return int(entry.header + _LOCAL.size + name_length + extra_length)
 
@@ -175,7 +182,7 @@ class _Directory:
         for entry in sorted(entries, key=lambda entry: entry.header):
             if entry.header < end:
                 raise OverlappingRecordError(
-                    f"{self._file.path}: {entry.name} shares bytes with the record before it; do not use this file"
+                    f"{self._file.path}: {quoted(entry.name)} shares bytes with the record before it; do not use this file"
                 )
             end = records[entry.name].offset + entry.nbytes
         if end > self._start:

@@ -15,6 +15,7 @@ from nvflare_lazy.formats.data_source import LazyDataSource
 from nvflare_lazy.formats.pickle_globals import find_global
 from nvflare_lazy.formats.pickle_stream import PickleStream
 from nvflare_lazy.formats.pickled_tensors import StorageRef, storage_ref, text
+from nvflare_lazy.formats.strict_json import quoted
 from nvflare_lazy.formats.unpickler import RestrictedUnpickler
 from nvflare_lazy.formats.zip_archive import read_directory
 from nvflare_lazy.tensors.byte_source import FileSource
@@ -76,7 +77,7 @@ class ZipSource(LazyDataSource):
             for ending, what in _OTHER_KINDS:
                 if name.endswith(ending):
                     raise ArchiveError(f"{self.path} is a zip archive with {what}")
-        some = ", ".join(repr(name[:60]) for name in list(records)[:3])
+        some = ", ".join(quoted(name) for name in list(records)[:3])
         raise ArchiveError(f"{self.path} is a zip archive, but no PyTorch checkpoint; it has {some or 'nothing in it'}")
 
     def _check_kind(self) -> None:
@@ -88,7 +89,7 @@ class ZipSource(LazyDataSource):
         version = self._short_record(".data/version") or self._short_record("version")
         if not version.strip().isdigit() or not 1 <= int(version) <= _NEWEST_VERSION:
             raise ArchiveError(
-                f"{self.path} has version {version!r} of the format, and 1 to {_NEWEST_VERSION} are known; "
+                f"{self.path} has version {quoted(version)} of the format, and 1 to {_NEWEST_VERSION} are known; "
                 "get it again, or update nvflare-lazy"
             )
 
@@ -96,7 +97,7 @@ class ZipSource(LazyDataSource):
         """Return the byte order of the storages; files from before it was written down are little-endian."""
         order = self._short_record("byteorder") or b"little"
         if order not in (b"little", b"big"):
-            raise ArchiveError(f"{self.path} has byte order {order!r}, which is none; it is damaged")
+            raise ArchiveError(f"{self.path} has byte order {quoted(order)}, which is none; it is damaged")
         return order.decode()
 
     def _short_record(self, name: str) -> bytes:

@@ -22,6 +22,7 @@ from nvflare_lazy.errors import (
     StorageError,
     TorchScriptError,
 )
+from nvflare_lazy.formats import zip_archive
 from nvflare_lazy.formats.lazy_data import open_pytorch, sniff_pytorch
 from nvflare_lazy.formats.zip_archive import read_directory
 from nvflare_lazy.tensors.byte_source import OpenFile
@@ -127,7 +128,7 @@ def test_little_endian_is_what_nothing_means(path):
 def test_compressed_records(path):
     """A compressed record cannot be read in part, and a bomb is one: nothing is unpacked."""
     rezipped(path, compression=zipfile.ZIP_DEFLATED)
-    with pytest.raises(CompressedRecordError, match=r"model/data\.pkl is compressed"):
+    with pytest.raises(CompressedRecordError, match=r"model/data\.pkl' is compressed"):
         open_pytorch(path)
 
 
@@ -177,7 +178,7 @@ def test_overlapping_records(path):
         assert second > first
 
     rewrite(path, change)
-    with pytest.raises(OverlappingRecordError, match="data/1 shares bytes"):
+    with pytest.raises(OverlappingRecordError, match="data/1' shares bytes"):
         open_pytorch(path)
 
 
@@ -283,10 +284,10 @@ def open_pytorch_without_sniffing(path):
     [
         (20, b"\1", "another number of bytes"),
         (34, b"\1", "another number of bytes"),
-        (24, b"\xff\xff\xff\xff", "size of model/data.pkl is missing"),
+        (24, b"\xff\xff\xff\xff", "size of 'model/data.pkl' is missing"),
         (42, b"\xfe\xff\xff\xff", "lies outside"),
         (30, b"\xff\xff", "directory is damaged"),
-        (38, b"\x10", "the directory model/data.pkl has contents"),
+        (38, b"\x10", "the directory 'model/data.pkl' has contents"),
     ],
 )
 def test_broken_entries(path, at, value, what):
@@ -299,6 +300,25 @@ def test_broken_entries(path, at, value, what):
     rewrite(path, change)
     with pytest.raises(ArchiveError, match=what):
         open_pytorch(path)
+
+
+def test_too_many_records(path, monkeypatch):
+    """Entries take more memory than their bytes: there is a limit, far beyond any checkpoint."""
+    monkeypatch.setattr(zip_archive, "_MOST_RECORDS", 8)
+    with pytest.raises(ArchiveError, match="9 records, more than any checkpoint"):
+        open_pytorch(path)
+
+
+def test_names_in_messages_are_harmless(path):
+    """What a file says reaches a terminal only as quoted text."""
+    records = files.records_of(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in (*records.items(), ("\x1b[2J" * 500, b"")):
+            archive.writestr(f"model/{name}\\" if "\x1b" in name else f"model/{name}", data)
+    with pytest.raises(RecordNameError) as caught:
+        open_pytorch(path)
+    assert "\x1b" not in str(caught.value)
+    assert len(str(caught.value)) < 500
 
 
 def test_torchscript(tmp_path):

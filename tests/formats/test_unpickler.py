@@ -8,12 +8,14 @@ import pickle
 import pickletools
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nvflare_lazy.errors import CheckpointError, MalformedPickleError
 from nvflare_lazy.formats.pickle_globals import find_global
 from nvflare_lazy.formats.pickle_stream import SCALARS, PickleStream
+from nvflare_lazy.formats.pickled_tensors import Global, StorageType
 from nvflare_lazy.formats.unpickler import _ACTIONS, RestrictedUnpickler
 from nvflare_lazy.tensors.byte_source import OpenFile
 from tests.formats import pytorch_files as files
@@ -97,6 +99,18 @@ def test_every_opcode_is_decided_on():
     known = {opcode.name for opcode in pickletools.opcodes if ord(opcode.code) in SCALARS.keys() | _ACTIONS.keys()}
     assert known | REFUSED | {"STOP"} == {opcode.name for opcode in pickletools.opcodes}
     assert not known & REFUSED
+
+
+def test_knows_what_torch_allows():
+    """Every global that `torch.load(weights_only=True)` takes is known here, but for those that no file has."""
+    from torch import _weights_only_unpickler
+
+    for name in _weights_only_unpickler._get_allowed_globals():
+        module, _, attribute = name.rpartition(".")
+        if attribute in ("_rebuild_wrapper_subclass", "TypedStorage"):  # of use only with classes that are not allowed
+            continue
+        found = find_global("file", module, attribute)
+        assert isinstance(found, (Global, StorageType, torch.dtype, str)), name
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
