@@ -93,8 +93,8 @@ class EntryMaker:
         whole = self._data.storage(storage.key)
         if storage.total > whole.nbytes:
             raise StorageError(
-                f"{self._data.path}: storage {quoted(storage.key)} of {quoted(name)} should have {storage.total} bytes, "
-                f"but has {whole.nbytes}: the file is damaged; get it again"
+                f"{self._data.path}: storage {quoted(storage.key)} of {quoted(name)} should have {storage.total} "
+                f"bytes, but has {whole.nbytes}: the file is damaged; get it again"
             )
         source = whole.slice(storage.offset, storage.nbytes)
         if self._data.swapped and width > 1:
