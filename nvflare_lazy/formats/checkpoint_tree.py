@@ -111,7 +111,8 @@ class CheckpointTree:
     def _add(self, name: str, record: TensorRecord) -> None:
         if name in self.tensors:
             raise NameCollisionError(
-                f"{self._path}: two tensors would both be called {quoted(name)}; open the part you need with section=..."
+                f"{self._path}: two tensors would both be called {quoted(name)}; "
+                "open the part you need with section=..."
             )
         self.tensors[name] = record
 
