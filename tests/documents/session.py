@@ -33,6 +33,7 @@ import doctest, json, sys, traceback
 def run(code, path, line):
     if code.lstrip().startswith(">>>"):
         test = doctest.DocTestParser().get_doctest(code, namespace, path, path, line - 1)
+        test.globs = namespace  # not a copy: later blocks use what this one defines
         return doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, clear_globs=False).failed
     try:
         exec(compile("\\n" * (line - 1) + code, path, "exec"), namespace)
