@@ -182,7 +182,8 @@ class _Directory:
         for entry in sorted(entries, key=lambda entry: entry.header):
             if entry.header < end:
                 raise OverlappingRecordError(
-                    f"{self._file.path}: {quoted(entry.name)} shares bytes with the record before it; do not use this file"
+                    f"{self._file.path}: {quoted(entry.name)} shares bytes with the record before it; "
+                    "do not use this file"
                 )
             end = records[entry.name].offset + entry.nbytes
         if end > self._start:
