@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the benchmarks of files measure: peak anonymous memory, and times of rivals taken in turns.
+
+A disk and a page cache have good and bad minutes. So rivals run one after the other, again and again, and what counts
+is the median of each and the ratio between them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from tests.measure import rss_anon
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+class PeakMemory:
+    """Watches this process's anonymous memory while a block runs.
+
+    Example:
+        >>> with PeakMemory() as memory:
+        ...     save(tensors, path)
+        >>> memory.growth
+    """
+
+    def __init__(self, interval: float = 0.002) -> None:
+        self.growth = 0
+        self._interval = interval
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        gc.collect()
+        self._before = rss_anon()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._note()
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._end.wait(self._interval):
+            self._note()
+
+    def _note(self) -> None:
+        self.growth = max(self.growth, rss_anon() - self._before)
+
+
+def in_turns(
+    rivals: Mapping[str, Callable[[], object]], rounds: int, before: Callable[[], object] = os.sync
+) -> dict[str, list[float]]:
+    """Return the seconds each rival took in each round; each round begins with another one.
+
+    Args:
+        rivals: What to measure.
+        rounds: How often.
+        before: Called before each measurement, untimed.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in rivals}
+    names = list(rivals)
+    for number in range(rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            before()
+            start = time.perf_counter()
+            rivals[name]()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def show_rates(seconds: Mapping[str, list[float]], nbytes: int, rival: str) -> None:
+    """Print the median rate of each, from worst to best round, and the ratio to one of them."""
+    reference = statistics.median(seconds[rival])
+    for name, times in seconds.items():
+        rates = sorted(nbytes / taken / 1e9 for taken in times)
+        ratio = reference / statistics.median(times)
+        print(
+            f"  {name:34} {statistics.median(rates):6.2f} GB/s  ({rates[0]:.2f} to {rates[-1]:.2f})"
+            f"   {ratio:5.2f} × {rival}"
+        )
