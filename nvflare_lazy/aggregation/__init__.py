@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many models become one, tile by tile: the engine, the rules the field knows, and the optimizers of a server.
+
+The third step of the walk of a round: contributions lie on disk, and so does what comes out. Needs nothing of NVFlare.
+"""
+
+from nvflare_lazy.aggregation.aggregate import Aggregation, ParamsType, aggregate
+from nvflare_lazy.aggregation.reduction import LinearCombination, Reduction, Selection
+from nvflare_lazy.aggregation.report import METADATA_KEY, AggregationReport, Provenance
+from nvflare_lazy.aggregation.rules import (
+    Bulyan,
+    ClippedMean,
+    CoordinateRule,
+    GeometricMedian,
+    Krum,
+    Mean,
+    Median,
+    MultiKrum,
+    Round,
+    Rule,
+    TrimmedMean,
+    rule_names,
+    to_rule,
+)
+from nvflare_lazy.aggregation.running_round import AggregationResult
+from nvflare_lazy.aggregation.statistics import PairwiseDistances, SquaredNorms, Statistic
+from nvflare_lazy.aggregation.workers import Progress
+
+__all__ = [
+    "METADATA_KEY",
+    "Aggregation",
+    "AggregationReport",
+    "AggregationResult",
+    "Bulyan",
+    "ClippedMean",
+    "CoordinateRule",
+    "GeometricMedian",
+    "Krum",
+    "LinearCombination",
+    "Mean",
+    "Median",
+    "MultiKrum",
+    "PairwiseDistances",
+    "ParamsType",
+    "Progress",
+    "Provenance",
+    "Reduction",
+    "Round",
+    "Rule",
+    "Selection",
+    "SquaredNorms",
+    "Statistic",
+    "TrimmedMean",
+    "aggregate",
+    "rule_names",
+    "to_rule",
+]

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who takes part in a round, and in which of its tensors: names, shapes, dtypes and weights, before anything is read.
+
+Contributions come from strangers. What most of them agree on, or the global model says, is right; who differs is an
+error or is left out, as the caller chooses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from nvflare_lazy.aggregation.rounding import FLOATS
+from nvflare_lazy.aggregation.tile import Group
+from nvflare_lazy.aggregation.vectors import InputVector, real_numel
+from nvflare_lazy.errors import (
+    DtypeDisagreementError,
+    KeyDisagreementError,
+    NothingToAggregateError,
+    ShapeDisagreementError,
+    UncomputableTensorError,
+    WeightError,
+    ZeroWeightError,
+)
+from nvflare_lazy.formats.safetensors_layout import TensorMeta, in_file_order
+from nvflare_lazy.tensors import dtypes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from nvflare_lazy.aggregation.contributions import Part
+    from nvflare_lazy.errors import DisagreementError
+
+#: What to do about a contribution that does not fit to the others.
+MismatchPolicy = Literal["error", "leave_out"]
+_COMPUTABLE = FLOATS | {
+    *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16),
+    *(torch.uint32, torch.int32, torch.uint64, torch.int64, torch.complex64),
+}
+
+
+class Spec(NamedTuple):
+    """What contributors must agree on about a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What a round is about.
+
+    Attributes:
+        names: Who takes part, in order.
+        weights: Their weights.
+        specs: The tensors of the result, in the order they have in a file.
+        holders: For each tensor, who has it, as indices into `names`.
+        left_out: Who does not take part, and why.
+    """
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    specs: dict[str, Spec]
+    holders: dict[str, tuple[int, ...]]
+    left_out: dict[str, Exception]
+
+
+def agree(
+    contributions: Mapping[str, Mapping[str, Part]],
+    weights: Mapping[str, float],
+    *,
+    reference: Mapping[str, Part] | None,
+    whole_updates: bool,
+    on_mismatch: MismatchPolicy,
+) -> Agreement:
+    """Find out who takes part.
+
+    Args:
+        contributions: The tensors of each contributor.
+        weights: The weight of each contributor.
+        reference: The global model: the names and shapes that are right, if given.
+        whole_updates: Whether each contributor must have all tensors.
+        on_mismatch: What to do about who differs.
+    """
+    left_out: dict[str, Exception] = {
+        name: ZeroWeightError("its weight is zero") for name in sorted(contributions) if not weights[name]
+    }
+    names = [name for name in sorted(contributions) if name not in left_out]
+    if contributions and not names:
+        raise ZeroWeightError(f"the weights of all contributors are zero: {', '.join(sorted(contributions))}")
+    sent = {name: {key: Spec(part.dtype, part.shape) for key, part in contributions[name].items()} for name in names}
+    expected = _expected(sent, reference)
+    keys = _common_keys(sent) & expected.keys() if whole_updates else None
+    for name, specs in sent.items():
+        error = _disagreement(name, specs, expected, keys)
+        if error is not None:
+            if on_mismatch == "error":
+                raise error
+            left_out[name] = error
+    staying = tuple(name for name in names if name not in left_out)
+    if not staying:
+        raise NothingToAggregateError("no contributor is left" + reasons(left_out))
+    holders: dict[str, tuple[int, ...]] = {
+        key: tuple(index for index, name in enumerate(staying) if key in sent[name]) for key in expected
+    }
+    result = {key: spec for key, spec in expected.items() if holders[key]}
+    if not result:
+        raise NothingToAggregateError("no tensor is left to aggregate: all were excluded, or none was sent")
+    return Agreement(
+        staying,
+        tuple(float(weights[name]) for name in staying),
+        _in_order(result),
+        holders,
+        left_out,
+    )
+
+
+def checked_weights(names: Sequence[str], weights: Mapping[str, float] | None) -> dict[str, float]:
+    """Return the weight of each contributor; one, if none are given.
+
+    Args:
+        names: The contributors.
+        weights: Weights by contributor; others may be in it.
+    """
+    if weights is None:
+        return dict.fromkeys(names, 1.0)
+    missing = [name for name in names if name not in weights]
+    if missing:
+        raise WeightError(f"there is no weight for {', '.join(missing)}: give one for each contributor, or none at all")
+    for name in names:
+        if not 0 <= weights[name] < math.inf:
+            raise WeightError(f"the weight of {name!r} is {weights[name]!r}; it must be zero or a positive number")
+    return {name: float(weights[name]) for name in names}
+
+
+def groups_of(
+    agreement: Agreement,
+    contributions: Mapping[str, Mapping[str, Part]],
+    reference: Mapping[str, Part] | None,
+) -> list[Group]:
+    """Return the tensors of a round, those together that have the same type and the same holders.
+
+    Args:
+        agreement: What the round is about.
+        contributions: The tensors of each contributor.
+        reference: The global model, if it is read as well.
+    """
+    together: dict[tuple[torch.dtype, tuple[int, ...], torch.dtype | None], list[str]] = {}
+    for key, spec in agreement.specs.items():
+        of_reference = None if reference is None else reference[key].dtype
+        together.setdefault((spec.dtype, agreement.holders[key], of_reference), []).append(key)
+        if of_reference is not None and of_reference.is_complex != spec.dtype.is_complex:
+            raise UncomputableTensorError(
+                f"{key!r} is {spec.dtype}, but {of_reference} in the global model: exclude it"
+            )
+    groups = []
+    for index, ((dtype, members, _), keys) in enumerate(together.items()):
+        contributors = tuple(agreement.names[member] for member in members)
+        parts = [[contributions[name][key] for key in keys] for name in contributors]
+        groups.append(
+            Group(
+                index=index,
+                dtype=dtype,
+                names=tuple(keys),
+                sizes=tuple(real_numel(part) for part in parts[0]),
+                members=members,
+                contributors=contributors,
+                inputs=tuple(map(InputVector, parts)),
+                reference=None if reference is None else InputVector([reference[key] for key in keys]),
+            )
+        )
+    return groups
+
+
+def meta_of(specs: Mapping[str, Spec]) -> list[TensorMeta]:
+    """Return what a file of these tensors promises."""
+    return [TensorMeta(key, dtypes.by_torch(spec.dtype).name or "", spec.shape) for key, spec in specs.items()]
+
+
+def _in_order(specs: dict[str, Spec]) -> dict[str, Spec]:
+    for key, spec in specs.items():
+        if spec.dtype not in _COMPUTABLE:
+            raise UncomputableTensorError(f"{key!r} is {spec.dtype}, which has no mean: exclude it")
+    # As they lie in the file that is written, and in most that are read: neighbours are read with one request.
+    return {meta.name: specs[meta.name] for meta in in_file_order(meta_of(specs))}
+
+
+def _expected(sent: Mapping[str, Mapping[str, Spec]], reference: Mapping[str, Part] | None) -> dict[str, Spec]:
+    """Return what most contributors say of each tensor; of its shape, what the global model says."""
+    votes: dict[str, Counter[Spec]] = {}
+    for specs in sent.values():
+        for key, spec in specs.items():
+            votes.setdefault(key, Counter())[spec] += 1
+    if reference is not None:
+        votes = {key: count for key, count in votes.items() if key in reference}
+        for key, count in votes.items():
+            right = {spec: number for spec, number in count.items() if spec.shape == reference[key].shape}
+            votes[key] = Counter(right or {Spec(reference[key].dtype, reference[key].shape): 1})
+    # Of equally many, those of the first by name.
+    return {key: count.most_common(1)[0][0] for key, count in votes.items()}
+
+
+def _common_keys(sent: Mapping[str, Mapping[str, Spec]]) -> frozenset[str]:
+    return Counter(frozenset(specs) for specs in sent.values()).most_common(1)[0][0]
+
+
+def _disagreement(
+    name: str, specs: Mapping[str, Spec], expected: Mapping[str, Spec], keys: frozenset[str] | None
+) -> DisagreementError | None:
+    if keys is not None:
+        missing = sorted(keys - specs.keys())
+        if missing:
+            return KeyDisagreementError(
+                f"{name!r} has no tensor {missing[0]!r}{_and_more(missing)}, and the rule compares whole updates: "
+                "exclude what not everybody has, or leave that contribution out, by on_mismatch"
+            )
+    surplus = sorted(specs.keys() - (expected.keys() if keys is None else keys))
+    if surplus:
+        return KeyDisagreementError(
+            f"{name!r} has a tensor {surplus[0]!r}{_and_more(surplus)} that it should not have: exclude it, or leave "
+            "that contribution out, by on_mismatch"
+        )
+    for key, spec in specs.items():
+        right = expected[key]
+        if spec.shape != right.shape:
+            return ShapeDisagreementError(
+                f"{key!r} of {name!r} has shape {list(spec.shape)}, and should have {list(right.shape)}: send it in "
+                "that shape, or leave that contribution out, by on_mismatch"
+            )
+        if spec.dtype != right.dtype:
+            return DtypeDisagreementError(
+                f"{key!r} of {name!r} is {spec.dtype}, and should be {right.dtype}: send it in that type, or leave "
+                "that contribution out, by on_mismatch"
+            )
+    return None
+
+
+def _and_more(keys: Sequence[str]) -> str:
+    return f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
+
+
+def reasons(left_out: Mapping[str, Exception]) -> str:
+    """Return who was left out and why, for the end of a message."""
+    return "".join(f"; {name!r} was left out: {error}" for name, error in sorted(left_out.items()))

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The passes over a round's tiles: those that gather statistics, and the one that reduces and writes.
+
+Between a rule, which says what is to be done, and the threads that do it. One attempt at one set of contributors; who
+fails in it is found out here, and left out by the caller.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nvflare_lazy.aggregation.memory import BLOCK, plan_memory
+from nvflare_lazy.aggregation.tile import Tile
+from nvflare_lazy.aggregation.vectors import OutputVector
+from nvflare_lazy.aggregation.workers import work_through
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from nvflare_lazy.aggregation.memory import Arena
+    from nvflare_lazy.aggregation.reduction import Reduction
+    from nvflare_lazy.aggregation.statistics import Statistic
+    from nvflare_lazy.aggregation.tile import Group, NonFinitePolicy
+    from nvflare_lazy.aggregation.workers import Watch
+    from nvflare_lazy.formats.streaming_writer import StreamingWriter
+
+# Statistics are summed by stretches of this many elements, and these one after the other, whatever the tile size.
+_STRETCH = 128 * BLOCK
+
+
+class Engine:
+    """Passes over some groups of tensors.
+
+    Args:
+        groups: The groups.
+        budget: Bytes of memory for all threads together.
+        threads: How many threads at most; one for each core, if not given.
+        tile_bytes: Bytes of a tile in its own type, at most; what runs fastest, if not given.
+        non_finite: What to do about NaN and infinity in contributions.
+        watch: Told about progress, and asked whether to go on.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        *,
+        budget: int,
+        threads: int | None,
+        tile_bytes: int | None,
+        non_finite: NonFinitePolicy,
+        watch: Watch,
+    ) -> None:
+        self._groups = groups
+        self._budget = budget
+        self._threads = threads
+        self._tile_bytes = tile_bytes
+        self._non_finite = non_finite
+        self._watch = watch
+
+    def gather(self, statistic: Statistic) -> Any:
+        """Read all floating-point tensors and return what the statistic makes of them."""
+        groups = [group for group in self._groups if group.is_float]
+        count = max((len(group.members) for group in groups), default=0)
+        sums = statistic.sums(count)
+        plan = plan_memory(
+            self._budget,
+            statistic.bytes_per_element(count) + _buffer_bytes(groups),
+            threads=self._threads,
+            tile=min(self._tile_of(groups) or _STRETCH, _STRETCH),
+            fixed=sums * (_STRETCH // BLOCK) * 8,
+        )
+        totals = torch.zeros(sums, dtype=torch.float64)
+
+        def work(task: tuple[Group, int], arena: Arena) -> torch.Tensor:
+            group, start = task
+            blocks = arena.take(torch.float64, sums * (_STRETCH // BLOCK)).view(sums, _STRETCH // BLOCK)
+            blocks.zero_()
+            end = min(start + _STRETCH, group.numel)
+            for begin in range(start, end, plan.tile):
+                mark = arena.mark()
+                tile = Tile(group, begin, min(plan.tile, end - begin), arena, self._non_finite)
+                first = (begin - start) // BLOCK
+                statistic.measure(tile, blocks[:, first : first + -(-tile.count // BLOCK)])
+                self._watch.advance(tile.nbytes)
+                arena.give_back(mark)
+            return blocks.sum(dim=1)
+
+        self._watch.begin(statistic.name, sum(map(_bytes_to_read, groups)))
+        work_through(_tiles(groups, _STRETCH), work, plan, self._watch, collect=totals.add_)
+        return statistic.result(totals.numpy(), count)
+
+    def reduce(self, reduction: Reduction, stage: str, writer: StreamingWriter) -> None:
+        """Reduce all tiles and write them.
+
+        Args:
+            reduction: What to do with a tile.
+            stage: What a progress bar calls it.
+            writer: Where the results go.
+        """
+        outputs = {
+            group.index: OutputVector(group.names, group.sizes, group.inputs[0].dtype, writer) for group in self._groups
+        }
+        count = max(len(group.members) for group in self._groups)
+        out_bytes = max(group.inputs[0].dtype.itemsize for group in self._groups)
+        plan = plan_memory(
+            self._budget,
+            reduction.bytes_per_element(count) + out_bytes + _buffer_bytes(self._groups),
+            threads=self._threads,
+            tile=self._tile_of(self._groups),
+        )
+
+        def work(task: tuple[Group, int], arena: Arena) -> None:
+            group, start = task
+            tile = Tile(group, start, min(plan.tile, group.numel - start), arena, self._non_finite)
+            out, buffer = arena.take_buffer(group.inputs[0].dtype, tile.count)
+            reduction.reduce(tile, out)
+            outputs[group.index].write(start, buffer)
+            self._watch.advance(tile.nbytes)
+
+        self._watch.begin(stage, sum(map(_bytes_to_read, self._groups)))
+        work_through(_tiles(self._groups, plan.tile), work, plan, self._watch)
+
+    def _tile_of(self, groups: Sequence[Group]) -> int | None:
+        if self._tile_bytes is None or not groups:
+            return None
+        return self._tile_bytes // max(group.inputs[0].dtype.itemsize for group in groups)
+
+
+def _tiles(groups: Sequence[Group], step: int) -> Iterator[tuple[Group, int]]:
+    for group in groups:
+        for start in range(0, group.numel, step):
+            yield group, start
+
+
+def _bytes_to_read(group: Group) -> int:
+    return group.numel * group.inputs[0].dtype.itemsize * len(group.members)
+
+
+def _buffer_bytes(groups: Sequence[Group]) -> int:
+    """Return how many bytes an element takes in what a tile reads into."""
+    of_values = max((group.inputs[0].dtype.itemsize for group in groups), default=1)
+    of_reference = max((group.reference.dtype.itemsize for group in groups if group.reference is not None), default=0)
+    return of_values + of_reference

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a tile becomes a tile of the result: what is left of a rule once it has decided all that concerns whole updates.
+
+A rule such as Krum looks at whole updates first, and then only has to say "that one". The engine runs its reduction on
+every tile, in threads; a reduction keeps nothing from one tile to the next.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+
+from nvflare_lazy.aggregation.exact_mean import MEAN_BYTES, Weights, mean_into, sum_into
+from nvflare_lazy.aggregation.rounding import round_into
+from nvflare_lazy.errors import ZeroWeightError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nvflare_lazy.aggregation.noise import GaussianNoise
+    from nvflare_lazy.aggregation.tile import Group, Tile
+
+
+class Reduction(ABC):
+    """Reduces tiles. Must give the same for an element, whatever tile it is in and whatever its neighbours are."""
+
+    @abstractmethod
+    def bytes_per_element(self, contributors: int) -> int:
+        """Return how many bytes `reduce` takes of the tile's arena for each element.
+
+        Args:
+            contributors: How many contributors a tile can have at most.
+        """
+
+    @abstractmethod
+    def reduce(self, tile: Tile, out: torch.Tensor) -> None:
+        """Reduce a tile.
+
+        Args:
+            tile: The contributors' elements.
+            out: Where the result goes, in the type of the tensors.
+        """
+
+    def check(self, group: Group) -> None:  # noqa: B027  # most have nothing to check
+        """Raise if tensors like these cannot be reduced."""
+
+    def shares(self, members: Sequence[int]) -> tuple[float, ...] | None:
+        """Return how much each of these contributors counts, summing up to one; None if that differs by element.
+
+        Args:
+            members: Who has a tensor, as indices into the contributors of the round.
+        """
+        return None
+
+
+class LinearCombination(Reduction):
+    """The weighted mean, with weights that may be anything the rule thinks right.
+
+    Where a contributor does not have a tensor, the weights of the others are renormalized.
+
+    Args:
+        weights: One for each contributor of the round; finite and not negative.
+        rest: A further weight, of the global model; for differences, of zero.
+        has_reference: Whether the global model is at hand in the tiles.
+        noise: What to add to each floating-point number of the mean.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[float],
+        *,
+        rest: float = 0.0,
+        has_reference: bool = False,
+        noise: GaussianNoise | None = None,
+    ) -> None:
+        self._all = tuple(map(float, weights))
+        self._rest = rest
+        self._has_reference = has_reference
+        self._noise = noise
+        self._known: dict[tuple[int, ...], Weights] = {}
+
+    def bytes_per_element(self, contributors: int) -> int:
+        return MEAN_BYTES if self._noise is None else MEAN_BYTES + 8
+
+    def check(self, group: Group) -> None:
+        if not self._rest and not any(self._all[member] for member in group.members):
+            raise ZeroWeightError(
+                f"{group.names[0]!r} is only there at contributors whose weight is zero: exclude it, or weigh them"
+            )
+
+    def reduce(self, tile: Tile, out: torch.Tensor) -> None:
+        members = len(tile.group.members)
+        weights = self._weights(tile.group.members)
+
+        def read(index: int) -> torch.Tensor:
+            return tile.read(index) if index < members else tile.read_reference()
+
+        if self._noise is None or not tile.group.is_float:
+            mean_into(out, read, weights, tile.arena)
+        else:
+            values = tile.arena.take(torch.float64, tile.count)
+            sum_into(values, read, weights, tile.arena)
+            self._noise.add_to(values, tile)
+            round_into(out, values, tile.arena)
+
+    def shares(self, members: Sequence[int]) -> tuple[float, ...]:
+        weights = self._weights(tuple(members))
+        return tuple(factor / weights.total for factor in weights.factors[: len(members)])
+
+    def _weights(self, members: tuple[int, ...]) -> Weights:
+        weights = self._known.get(members)
+        if weights is None:
+            present = [self._all[member] for member in members]
+            if self._has_reference:
+                weights = Weights.of([*present, self._rest])
+            else:
+                weights = Weights.of(present, of_zero=self._rest)
+            self._known[members] = weights
+        return weights
+
+
+class Selection(Reduction):
+    """The values of one contributor, bit for bit.
+
+    Args:
+        chosen: Who, as an index into the contributors of the round.
+    """
+
+    def __init__(self, chosen: int) -> None:
+        self._chosen = chosen
+
+    def bytes_per_element(self, contributors: int) -> int:
+        return 0
+
+    def reduce(self, tile: Tile, out: torch.Tensor) -> None:
+        out.copy_(tile.read(tile.group.members.index(self._chosen)))
+
+    def shares(self, members: Sequence[int]) -> tuple[float, ...]:
+        return tuple(float(member == self._chosen) for member in members)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules the field knows, each with its paper, and how to find one by the name it has in a configuration.
+
+A rule decides how the contributions of a round become one model; the engine does the rest. Each is a small object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nvflare_lazy.aggregation.rules.base import CoordinateRule, Round, Rule
+from nvflare_lazy.aggregation.rules.bulyan import Bulyan
+from nvflare_lazy.aggregation.rules.clipped_mean import ClippedMean
+from nvflare_lazy.aggregation.rules.coordinates import Median, TrimmedMean
+from nvflare_lazy.aggregation.rules.geometric_median import GeometricMedian
+from nvflare_lazy.aggregation.rules.krum import Krum, MultiKrum
+from nvflare_lazy.aggregation.rules.mean import Mean
+
+__all__ = [
+    "Bulyan",
+    "ClippedMean",
+    "CoordinateRule",
+    "GeometricMedian",
+    "Krum",
+    "Mean",
+    "Median",
+    "MultiKrum",
+    "Round",
+    "Rule",
+    "TrimmedMean",
+    "rule_names",
+    "to_rule",
+]
+
+_RULES: dict[str, type[Rule]] = {
+    rule.name: rule for rule in (Mean, Median, TrimmedMean, Krum, MultiKrum, Bulyan, GeometricMedian, ClippedMean)
+}
+
+
+def rule_names() -> list[str]:
+    """Return the names that `to_rule` knows."""
+    return [*_RULES]
+
+
+def to_rule(rule: str | Mapping[str, Any] | Rule) -> Rule:
+    """Return the rule that a caller or a configuration names.
+
+    Args:
+        rule: A name, a name with parameters, or a rule.
+
+    Example:
+        >>> to_rule({"name": "trimmed_mean", "byzantine": 2})
+        TrimmedMean(byzantine=2)
+    """
+    if isinstance(rule, Rule):
+        return rule
+    parameters = {"name": rule} if isinstance(rule, str) else dict(rule)
+    name = parameters.pop("name", None)
+    if name not in _RULES:
+        raise ValueError(f"there is no aggregation rule {name!r}; there are {', '.join(_RULES)}")
+    try:
+        return _RULES[name](**parameters)
+    except TypeError as error:
+        raise ValueError(f"aggregation rule {name!r}: {str(error).partition(' ')[2]}") from None

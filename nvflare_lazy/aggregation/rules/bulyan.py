@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bulyan: Krum chooses updates, and of each element only the values around their median count.
+
+El Mhamdi, Guerraoui, Rouault: The Hidden Vulnerability of Distributed Learning in Byzantium, ICML 2018,
+https://arxiv.org/abs/1802.07927. Stands liars that put all of their malice into one element, which Krum alone lets
+through.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+
+from nvflare_lazy.aggregation.exact_mean import MEAN_BYTES, Weights, mean_into
+from nvflare_lazy.aggregation.reduction import Reduction
+from nvflare_lazy.aggregation.rules.base import Rule, refuse_complex
+from nvflare_lazy.aggregation.rules.coordinates import check_byzantine
+from nvflare_lazy.aggregation.rules.krum import krum_scores
+from nvflare_lazy.aggregation.rules.sorting_network import bytes_for_sorting, sorted_values
+from nvflare_lazy.aggregation.statistics import PairwiseDistances
+
+if TYPE_CHECKING:
+    from nvflare_lazy.aggregation.rules.base import Round
+    from nvflare_lazy.aggregation.tile import Group, Tile
+
+
+@dataclass(frozen=True)
+class Bulyan(Rule):
+    """Chooses n - 2f updates by Krum, one after the other; of each element, the n - 4f closest to its median count.
+
+    Args:
+        byzantine: How many contributors may lie, the f.
+    """
+
+    byzantine: int = 1
+
+    name: ClassVar[str] = "bulyan"
+    whole_updates: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_byzantine(self.byzantine)
+
+    @property
+    def needs(self) -> int:
+        return 4 * self.byzantine + 3
+
+    def prepare(self, this_round: Round) -> Reduction:
+        chosen = _choose(this_round.gather(PairwiseDistances()), self.byzantine)
+        this_round.note(selected=[this_round.names[index] for index in chosen])
+        return _AroundTheMedian(self, chosen)
+
+
+def _choose(distances: np.ndarray[Any, Any], byzantine: int) -> list[int]:
+    left = [*range(len(distances))]
+    chosen = []
+    for _ in range(len(distances) - 2 * byzantine):
+        best = left[int(np.argmin(krum_scores(distances[np.ix_(left, left)], byzantine)))]
+        chosen.append(best)
+        left.remove(best)
+    return sorted(chosen)
+
+
+class _AroundTheMedian(Reduction):
+    def __init__(self, rule: Bulyan, chosen: list[int]) -> None:
+        self._rule = rule
+        self._chosen = chosen
+        self._drop = 2 * rule.byzantine
+
+    def bytes_per_element(self, contributors: int) -> int:
+        return bytes_for_sorting(contributors) + 8 * contributors + 3 * 8 + 1 + MEAN_BYTES
+
+    def check(self, group: Group) -> None:
+        refuse_complex(group, self._rule)
+
+    def reduce(self, tile: Tile, out: torch.Tensor) -> None:
+        values = sorted_values(tile, self._chosen, 0, len(self._chosen) - 1)
+        keep = len(values) - self._drop
+        closest = self._closest(values, keep, tile) if self._drop else values
+        mean_into(out, closest.__getitem__, Weights.of([1] * keep), tile.arena)
+
+    def _closest(self, values: list[torch.Tensor], keep: int, tile: Tile) -> list[torch.Tensor]:
+        """Return the values closest to the median: a window of the sorted ones that slides up while that is closer."""
+        arena, count = tile.arena, tile.count
+        median, below, above = (arena.take(torch.float64, count) for _ in range(3))
+        slides = arena.take(torch.bool, count)
+        middle = len(values) // 2
+        median.copy_(values[middle])
+        if len(values) % 2 == 0:
+            median.add_(below.copy_(values[middle - 1])).mul_(0.5)
+        window = [arena.take(values[0].dtype, count).copy_(value) for value in values[:keep]]
+        for step in range(self._drop):
+            torch.sub(median, below.copy_(values[step]), out=below)
+            above.copy_(values[step + keep]).sub_(median)
+            torch.gt(below, above, out=slides)
+            for place, kept in enumerate(window):
+                torch.where(slides, values[step + 1 + place], kept, out=kept)
+        return window

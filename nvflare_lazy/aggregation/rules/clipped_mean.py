@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mean of updates whose norm is clipped, with Gaussian noise if asked: central differential privacy.
+
+McMahan, Ramage, Talwar, Zhang: Learning Differentially Private Recurrent Language Models, ICLR 2018,
+https://arxiv.org/abs/1710.06963. Clipping bounds what any one contributor can do to the mean; noise in proportion to
+that bound hides whether they took part at all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from nvflare_lazy.aggregation.noise import GaussianNoise
+from nvflare_lazy.aggregation.reduction import LinearCombination
+from nvflare_lazy.aggregation.rules.base import Rule
+from nvflare_lazy.aggregation.statistics import SquaredNorms
+
+if TYPE_CHECKING:
+    from nvflare_lazy.aggregation.reduction import Reduction
+    from nvflare_lazy.aggregation.rules.base import Round
+
+
+@dataclass(frozen=True)
+class ClippedMean(Rule):
+    """The weighted mean of updates that are scaled down to a norm, plus noise.
+
+    An update is the difference from the global model; so if the contributors send whole models, the global model has
+    to be given as `reference`. The norm is that of all floating-point tensors together. Integers are averaged with
+    the same scaling, and get no noise.
+
+    Args:
+        clip_norm: The norm that no update exceeds.
+        noise_multiplier: The standard deviation of the noise, in multiples of what one contributor can move the mean:
+            `clip_norm` times the largest weight over the sum of the weights.
+        seed: Where the noise begins; from the operating system, if not given. Give one for tests only: who knows it
+            can take the noise away.
+    """
+
+    clip_norm: float
+    noise_multiplier: float = 0.0
+    seed: int | None = field(default=None, repr=False)
+
+    name: ClassVar[str] = "clipped_mean"
+    uses_weights: ClassVar[bool] = True
+    uses_reference: ClassVar[bool] = True
+    whole_updates: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_norm < math.inf:
+            raise ValueError(f"clip_norm must be a positive number, not {self.clip_norm!r}")
+        if not 0 <= self.noise_multiplier < math.inf:
+            raise ValueError(f"noise_multiplier must be zero or a positive number, not {self.noise_multiplier!r}")
+
+    def describe(self) -> dict[str, Any]:
+        """Return name and parameters, but never the seed."""
+        return {"name": self.name, "clip_norm": self.clip_norm, "noise_multiplier": self.noise_multiplier}
+
+    def prepare(self, this_round: Round) -> Reduction:
+        is_full = this_round.params_type == "FULL"
+        if is_full and not this_round.has_reference:
+            raise ValueError(
+                "clipped_mean clips differences from the global model, and the contributors send whole models: give "
+                "the global model as reference, or send differences and say params_type='DIFF'"
+            )
+        norms = np.sqrt(this_round.gather(SquaredNorms(from_reference=is_full)))
+        factors = np.minimum(1.0, self.clip_norm / np.maximum(norms, np.finfo(float).tiny))
+        weights = np.asarray(this_round.weights, dtype=np.float64)
+        std = self.noise_multiplier * self.clip_norm * float(weights.max() / weights.sum())
+        this_round.note(
+            norms=dict(zip(this_round.names, norms.tolist(), strict=True)),
+            clip_factors=dict(zip(this_round.names, factors.tolist(), strict=True)),
+            noise_std=std,
+            seeded_by="caller" if self.seed is not None else "operating system",
+        )
+        return LinearCombination(
+            (weights * factors).tolist(),
+            rest=math.fsum(weights * (1.0 - factors)),
+            has_reference=is_full,
+            noise=GaussianNoise(std, self.seed) if std else None,
+        )

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Coordinate-wise median and trimmed mean.
+
+Yin, Chen, Kannan Ramchandran, Bartlett: Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML
+2018, https://arxiv.org/abs/1803.01498. For each element by itself, so that liars can be other ones in each. Weights do
+not count, a NaN counts as infinity, and who lacks a tensor does not take part: whoever chooses where to be counted
+chooses where to be in the majority.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from nvflare_lazy.aggregation.exact_mean import MEAN_BYTES, Weights, mean_into
+from nvflare_lazy.aggregation.reduction import Reduction
+from nvflare_lazy.aggregation.rules.base import Rule, refuse_complex
+from nvflare_lazy.aggregation.rules.sorting_network import bytes_for_sorting, sorted_values
+
+if TYPE_CHECKING:
+    import torch
+
+    from nvflare_lazy.aggregation.rules.base import Round
+    from nvflare_lazy.aggregation.tile import Group, Tile
+
+
+@dataclass(frozen=True)
+class Median(Rule):
+    """The median of each element; of an even number of values, the mean of the middle two.
+
+    Holds as long as fewer than half of the contributors lie.
+    """
+
+    name: ClassVar[str] = "median"
+    whole_updates: ClassVar[bool] = True
+
+    def prepare(self, this_round: Round) -> Reduction:
+        count = len(this_round.names)
+        return _MiddleMean(self, (count - 1) // 2, count // 2)
+
+
+@dataclass(frozen=True)
+class TrimmedMean(Rule):
+    """The mean of each element without its smallest and its largest values.
+
+    Args:
+        byzantine: How many contributors may lie; as many values are left out on each side.
+    """
+
+    byzantine: int = 1
+
+    name: ClassVar[str] = "trimmed_mean"
+    whole_updates: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_byzantine(self.byzantine)
+
+    @property
+    def needs(self) -> int:
+        return 2 * self.byzantine + 1
+
+    def prepare(self, this_round: Round) -> Reduction:
+        return _MiddleMean(self, self.byzantine, len(this_round.names) - 1 - self.byzantine)
+
+
+class _MiddleMean(Reduction):
+    """The mean of the values whose ranks are `first` to `last`."""
+
+    def __init__(self, rule: Rule, first: int, last: int) -> None:
+        self._rule = rule
+        self._first = first
+        self._last = last
+
+    def bytes_per_element(self, contributors: int) -> int:
+        return bytes_for_sorting(contributors) + MEAN_BYTES
+
+    def check(self, group: Group) -> None:
+        refuse_complex(group, self._rule)
+
+    def reduce(self, tile: Tile, out: torch.Tensor) -> None:
+        middle = sorted_values(tile, [*range(len(tile.group.members))], self._first, self._last)
+        if len(middle) == 1:
+            out.copy_(middle[0])
+        else:
+            mean_into(out, middle.__getitem__, Weights.of([1] * len(middle)), tile.arena)
+
+
+def check_byzantine(byzantine: int) -> None:
+    """Raise unless it is a number of contributors."""
+    if type(byzantine) is not int or byzantine < 0:
+        raise ValueError(f"byzantine is how many contributors may lie, so 0, 1, 2 and so on, and not {byzantine!r}")

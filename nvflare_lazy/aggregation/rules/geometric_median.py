@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The geometric median: the model whose distances to the updates have the smallest weighted sum.
+
+Pillutla, Kakade, Harchaoui: Robust Aggregation for Federated Learning, IEEE Transactions on Signal Processing 2022,
+https://arxiv.org/abs/1912.13445: the smoothed Weiszfeld algorithm. Holds as long as liars have less than half of the
+weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from nvflare_lazy.aggregation.reduction import LinearCombination
+from nvflare_lazy.aggregation.rules.base import Rule
+from nvflare_lazy.aggregation.statistics import PairwiseDistances
+
+if TYPE_CHECKING:
+    from nvflare_lazy.aggregation.reduction import Reduction
+    from nvflare_lazy.aggregation.rules.base import Round
+
+
+@dataclass(frozen=True)
+class GeometricMedian(Rule):
+    """The weighted geometric median, by the smoothed Weiszfeld algorithm.
+
+    Each of its iterates is a weighted mean of the updates, so all of them are found from the distances between updates,
+    in one pass over these.
+
+    Args:
+        smoothing: Distances below this count as this much.
+        iterations: How many steps are made at most.
+        tolerance: Stop when no weight changes by more than this.
+    """
+
+    smoothing: float = 1e-6
+    iterations: int = 100
+    tolerance: float = 1e-10
+
+    name: ClassVar[str] = "geometric_median"
+    uses_weights: ClassVar[bool] = True
+    whole_updates: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.smoothing > 0 or self.iterations < 1 or self.tolerance < 0:
+            raise ValueError("smoothing must be positive, iterations at least 1 and tolerance not negative")
+
+    def prepare(self, this_round: Round) -> Reduction:
+        shares, steps = self._solve(
+            this_round.gather(PairwiseDistances()), np.asarray(this_round.weights, dtype=np.float64)
+        )
+        this_round.note(iterations=steps)
+        return LinearCombination(shares.tolist())
+
+    def _solve(
+        self, distances: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]
+    ) -> tuple[np.ndarray[Any, Any], int]:
+        """Return the share of each update in the median, and how many steps it took."""
+        weights = weights / weights.sum()
+        # Whoever is infinitely far from everybody has no influence; infinities would make all of the rest NaN.
+        reachable = np.isfinite(distances).sum(axis=1) > 1
+        if reachable.any():
+            weights = np.where(reachable, weights, 0.0)
+        known = np.where(np.isfinite(distances), distances, 0.0)
+        shares = weights / weights.sum()
+        steps = 0
+        while steps < self.iterations:
+            steps += 1
+            to_center = known @ shares - 0.5 * shares @ known @ shares
+            pull = weights / np.maximum(np.sqrt(np.maximum(to_center, 0.0)), self.smoothing)
+            before, shares = shares, pull / pull.sum()
+            if np.abs(shares - before).max() <= self.tolerance:
+                break
+        return shares, steps

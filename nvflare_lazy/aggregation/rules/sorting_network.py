@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sorting the values of a few contributors for very many elements at once, by elementwise minima and maxima.
+
+What the coordinate-wise rules stand on. A sorting network does the same comparisons whatever the data, so each of them
+is one pass of the vector unit over a tile; only those are made that the wanted ranks depend on. The network is
+Batcher's merge exchange: Knuth, The Art of Computer Programming, volume 3, algorithm 5.2.2 M.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from nvflare_lazy.aggregation.rounding import FLOATS
+
+if TYPE_CHECKING:
+    from nvflare_lazy.aggregation.tile import Tile
+
+_SIGN = -(1 << 63)
+
+
+class Comparison(NamedTuple):
+    """One comparison of a network: the smaller goes to `low`, the larger to `high`, where they are needed."""
+
+    low: int
+    high: int
+    needs_low: bool
+    needs_high: bool
+
+
+@cache
+def sorting_network(wires: int, first: int, last: int) -> tuple[Comparison, ...]:
+    """Return comparisons that bring the right values to the wires `first` to `last`, in order.
+
+    Args:
+        wires: How many values there are.
+        first: The lowest rank that is wanted.
+        last: The highest.
+    """
+    wanted = set(range(first, last + 1))
+    kept = []
+    for low, high in reversed(_merge_exchange(wires)):
+        if low in wanted or high in wanted:
+            kept.append(Comparison(low, high, low in wanted, high in wanted))
+            wanted |= {low, high}
+    return tuple(reversed(kept))
+
+
+def _merge_exchange(wires: int) -> list[tuple[int, int]]:
+    comparisons = []
+    top = 1 << max(wires - 1, 1).bit_length() - 1
+    p = top
+    while p:
+        q, r, d = top, 0, p
+        while True:
+            comparisons += [(i, i + d) for i in range(wires - d) if i & p == r]
+            if q == p:
+                break
+            q, r, d = q // 2, p, q - p
+        p //= 2
+    return comparisons
+
+
+def bytes_for_sorting(contributors: int) -> int:
+    """Return how many bytes `sorted_values` takes for each element, at most."""
+    return 8 * (contributors + 1)
+
+
+def sorted_values(tile: Tile, indices: list[int], first: int, last: int) -> list[torch.Tensor]:
+    """Return the values with ranks `first` to `last`, element by element; a NaN ranks as infinity.
+
+    The values are exact, in a type that is at least as wide as theirs; a zero comes out positive.
+
+    Args:
+        tile: Where to read.
+        indices: Whose values, as places in the tile's group.
+        first: The lowest rank that is wanted.
+        last: The highest.
+    """
+    dtype = tile.group.inputs[0].dtype
+    wide = torch.int64 if dtype not in FLOATS else torch.float64 if dtype == torch.float64 else torch.float32
+    spare = tile.arena.take(wide, tile.count)
+    wires = [tile.arena.take(wide, tile.count) for _ in indices]
+    for wire, index in zip(wires, indices, strict=True):
+        _load(wire, tile.read(index))
+    for low, high, needs_low, needs_high in sorting_network(len(wires), first, last):
+        if needs_low and needs_high:
+            torch.minimum(wires[low], wires[high], out=spare)
+            torch.maximum(wires[low], wires[high], out=wires[high])
+            wires[low], spare = spare, wires[low]
+        elif needs_low:
+            torch.minimum(wires[low], wires[high], out=wires[low])
+        else:
+            torch.maximum(wires[low], wires[high], out=wires[high])
+    ranked = wires[first : last + 1]
+    return [wire.bitwise_xor_(_SIGN).view(torch.uint64) for wire in ranked] if dtype == torch.uint64 else ranked
+
+
+def _load(wire: torch.Tensor, values: torch.Tensor) -> None:
+    if wire.dtype == torch.int64:
+        if values.dtype == torch.uint64:
+            # The order of unsigned numbers, in signed ones.
+            torch.bitwise_xor(values.view(torch.int64), _SIGN, out=wire)
+        else:
+            wire.copy_(values)
+        return
+    # Which of two zeros with different signs a minimum returns depends on where in a tile they stand.
+    wire.copy_(values).add_(0.0)
+    if not torch.isfinite(wire.sum()):
+        wire.nan_to_num_(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))

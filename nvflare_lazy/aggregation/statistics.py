@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers about whole updates, such as their distances, gathered in a pass over the tiles before any is reduced.
+
+What rules that judge contributors decide by. Sums are made in blocks of a fixed size, and these in a fixed order, so
+they have the same bits whatever the tile size and the number of threads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from nvflare_lazy.aggregation.memory import BLOCK
+
+if TYPE_CHECKING:
+    from nvflare_lazy.aggregation.tile import Tile
+
+
+class Statistic(ABC):
+    """Some sums over all floating-point elements of the updates.
+
+    Attributes:
+        name: What a progress bar calls the pass.
+        needs_reference: Whether the global model is read as well.
+    """
+
+    name: str
+    needs_reference: bool = False
+
+    @abstractmethod
+    def sums(self, contributors: int) -> int:
+        """Return how many sums there are."""
+
+    @abstractmethod
+    def bytes_per_element(self, contributors: int) -> int:
+        """Return how many bytes `measure` takes of the tile's arena for each element."""
+
+    @abstractmethod
+    def measure(self, tile: Tile, sums: torch.Tensor) -> None:
+        """Write the sums of each block of a tile.
+
+        Args:
+            tile: The tile; the elements that its last block lacks count as zeros.
+            sums: Float64, one row for each sum and a column for each block of `BLOCK` elements.
+        """
+
+    @abstractmethod
+    def result(self, totals: np.ndarray[Any, Any], contributors: int) -> Any:
+        """Return what the rule gets, made of the sums over all blocks."""
+
+
+class SquaredNorms(Statistic):
+    """The squared Euclidean norm of each update.
+
+    The result is an array with one for each contributor. A NaN in an update makes its norm infinite.
+
+    Args:
+        from_reference: Take the updates as differences from the global model.
+    """
+
+    name = "norms"
+
+    def __init__(self, *, from_reference: bool = False) -> None:
+        self.needs_reference = from_reference
+
+    def sums(self, contributors: int) -> int:
+        return contributors
+
+    def bytes_per_element(self, contributors: int) -> int:
+        return 16
+
+    def measure(self, tile: Tile, sums: torch.Tensor) -> None:
+        padded = _padded(tile)
+        values = tile.arena.take(torch.float64, padded)
+        reference = tile.arena.take(torch.float64, padded)
+        values[tile.count :] = 0.0
+        if self.needs_reference:
+            reference[: tile.count].copy_(tile.read_reference())
+            reference[tile.count :] = 0.0
+        for index in range(len(tile.group.members)):
+            values[: tile.count].copy_(tile.read(index))
+            if self.needs_reference:
+                values.sub_(reference)
+            _sum_squares(values, sums[index])
+
+    def result(self, totals: np.ndarray[Any, Any], contributors: int) -> np.ndarray[Any, Any]:
+        return _nan_as_infinity(totals)
+
+
+class PairwiseDistances(Statistic):
+    """The squared Euclidean distances between all pairs of updates.
+
+    The result is a symmetric matrix. A NaN in an update makes its distances infinite.
+    """
+
+    name = "pairwise distances"
+
+    def sums(self, contributors: int) -> int:
+        return contributors * (contributors - 1) // 2
+
+    def bytes_per_element(self, contributors: int) -> int:
+        return 8 * contributors + 8
+
+    def measure(self, tile: Tile, sums: torch.Tensor) -> None:
+        count, padded = len(tile.group.members), _padded(tile)
+        difference = tile.arena.take(torch.float64, padded)
+        values = tile.arena.take(torch.float64, count * padded).view(count, padded)
+        values[:, tile.count :] = 0.0
+        pair = 0
+        for index in range(count):
+            values[index, : tile.count].copy_(tile.read(index))
+            for other in range(index):
+                torch.sub(values[index], values[other], out=difference)
+                _sum_squares(difference, sums[pair])
+                pair += 1
+
+    def result(self, totals: np.ndarray[Any, Any], contributors: int) -> np.ndarray[Any, Any]:
+        distances = np.zeros((contributors, contributors))
+        distances[np.tril_indices(contributors, -1)] = _nan_as_infinity(totals)
+        return distances + distances.T
+
+
+def _padded(tile: Tile) -> int:
+    return -(-tile.count // BLOCK) * BLOCK
+
+
+def _sum_squares(values: torch.Tensor, sums: torch.Tensor) -> None:
+    """Square values in place and sum them by blocks."""
+    # A sum over a row of fixed length has the same bits however many rows there are; a longer sum would not.
+    torch.sum(values.mul_(values).view(-1, BLOCK), dim=1, out=sums)
+
+
+def _nan_as_infinity(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.where(np.isnan(values), np.inf, values)

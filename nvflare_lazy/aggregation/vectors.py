@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many tensors as one long vector, cut into tiles without regard for where a tensor ends.
+
+Between the parts of a contribution and the tiles that are reduced. A tile of one large matrix and a tile of a thousand
+biases are the same to everybody above; tensors that lie side by side in a file are read with one request.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from nvflare_lazy.tensors.byte_source import FileSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from nvflare_lazy.aggregation.contributions import Part
+    from nvflare_lazy.formats.streaming_writer import StreamingWriter
+    from nvflare_lazy.tensors.byte_source import ByteSource
+
+# A complex number is computed with as two real ones, a bool as zero or one.
+_NUMBERS = {torch.complex64: torch.float32, torch.bool: torch.uint8}
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of the numbers that elements of `dtype` are computed with as."""
+    return _NUMBERS.get(dtype, dtype)
+
+
+def real_numel(part: Part) -> int:
+    """Return how many real numbers a tensor is made of."""
+    return part.numel * (part.dtype.itemsize // real_dtype(part.dtype).itemsize)
+
+
+class InputVector:
+    """Tensors of one contributor, all of one type, one after the other.
+
+    Args:
+        parts: The tensors, in order.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.dtype = real_dtype(parts[0].dtype)
+        self._sources = _joined([part.source for part in parts if part.numel])
+        self._ends = list(accumulate(source.nbytes for source in self._sources))
+        self.nbytes = self._ends[-1] if self._ends else 0
+        self.numel = self.nbytes // self.dtype.itemsize
+
+    def read(self, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the elements from `start` on."""
+        offset, done = start * self.dtype.itemsize, 0
+        index = bisect_right(self._ends, offset)
+        while done < len(buffer):
+            source, end = self._sources[index], self._ends[index]
+            count = min(end - offset, len(buffer) - done)
+            source.read_into(buffer[done : done + count], offset - end + source.nbytes)
+            offset, done, index = offset + count, done + count, index + 1
+
+
+class _Stretch(NamedTuple):
+    name: str
+    begin: int
+    end: int
+
+
+class OutputVector:
+    """Tensors of a file being written, all of one type, one after the other.
+
+    Args:
+        names: Their names, in order.
+        sizes: How many numbers each of them has.
+        dtype: Type of these numbers.
+        writer: The file.
+    """
+
+    def __init__(self, names: Sequence[str], sizes: Sequence[int], dtype: torch.dtype, writer: StreamingWriter) -> None:
+        self.dtype = dtype
+        self._writer = writer
+        ends = accumulate(size * dtype.itemsize for size in sizes)
+        self._stretches = [
+            _Stretch(name, end - size * dtype.itemsize, end)
+            for name, size, end in zip(names, sizes, ends, strict=True)
+            if size
+        ]
+        self._ends = [stretch.end for stretch in self._stretches]
+
+    def write(self, start: int, buffer: memoryview) -> None:
+        """Write the elements from `start` on."""
+        for name, offset, piece in self.pieces(start, buffer):
+            self._writer.write(name, offset, piece)
+
+    def pieces(self, start: int, buffer: memoryview) -> Iterator[tuple[str, int, memoryview]]:
+        """Say which bytes of which tensors the elements from `start` on are."""
+        offset, done = start * self.dtype.itemsize, 0
+        index = bisect_right(self._ends, offset)
+        while done < len(buffer):
+            name, begin, end = self._stretches[index]
+            count = min(end - offset, len(buffer) - done)
+            yield name, offset - begin, buffer[done : done + count]
+            offset, done, index = offset + count, done + count, index + 1
+
+
+def _joined(sources: Sequence[ByteSource]) -> list[ByteSource]:
+    """Return the sources with those merged that follow each other in a file."""
+    joined: list[ByteSource] = []
+    last = None
+    for source in sources:
+        place = source.file_range()
+        if place is not None and last is not None and place[0] is last[0] and place[1] == last[1] + joined[-1].nbytes:
+            file, offset = last
+            joined[-1] = FileSource(file, offset, joined[-1].nbytes + source.nbytes)
+        else:
+            joined.append(source)
+            last = place
+    return joined
