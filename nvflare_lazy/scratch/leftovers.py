@@ -28,6 +28,7 @@ from nvflare_lazy.scratch.lease import (
 from nvflare_lazy.scratch.owner import OwnerRecord, Standing
 from nvflare_lazy.scratch.root import ScratchRoot, open_root
 from nvflare_lazy.scratch.trees import open_directory, remove_tree, tree_size
+from nvflare_lazy.tensors.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,6 +64,9 @@ class Reclaimed:
     owner: str
     nbytes: int
     reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path} ({format_size(self.nbytes)}) of {self.owner}, job {self.job!r}: {self.reason}"
 
 
 def list_scratch(root: str | os.PathLike[str] | None = None) -> list[LeaseReport]:
@@ -117,7 +121,7 @@ def reclaim(root: str | os.PathLike[str] | None = None, *, other_hosts: bool = F
                 logger.warning("cannot reclaim %s: %s", place / name, error)
                 continue
             if one:
-                logger.info("reclaimed %s (%d bytes) of %s, job %r: %s", *_logged(one))
+                logger.info("reclaimed %s", one)
                 reclaimed.append(one)
         _sweep_unmade(root_fd)
     return reclaimed
@@ -132,10 +136,6 @@ class _Found:
     job: str
     owner: str
     age: float
-
-
-def _logged(one: Reclaimed) -> tuple[Path, int, str, str, str]:
-    return one.path, one.nbytes, one.owner, one.job, one.reason
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ def test_dead_owner(root, leave_behind, caplog):
         assert (reclaimed.path, reclaimed.job, reclaimed.nbytes) == (lost, "lost", 1000)
         assert reclaimed.owner == f"process {os.getpid()} on {os.uname().nodename}"
         assert names(root) == sorted([job.path.name, f"{job.path.name}.lease"])
-    assert f"reclaimed {lost} (1000 bytes)" in caplog.text
+    assert f"reclaimed {lost} (1000 B) of process {os.getpid()} on" in caplog.text
 
 
 def test_pid_that_is_used_again(leave_behind, root):
