@@ -29,6 +29,7 @@ from nvflare_lazy.errors import (
 from nvflare_lazy.transport import manifest as manifests
 from nvflare_lazy.transport import nvflare_private, wire
 from nvflare_lazy.transport.fetching import Fetch, Link
+from nvflare_lazy.transport.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,6 +65,7 @@ class PayloadConsumer(Consumer):
         self.failure: BaseException | None = None
         self.result: Any = None
         self._link: Link | None = None
+        self._blocked = False
         self._peer = "the sender"
         self._progress: ProgressRelay | None = None
         self._cancel = _LinkedSignal()
@@ -110,21 +112,36 @@ class PayloadConsumer(Consumer):
     def _consume(self, state: dict[str, Any], data: Any) -> dict[str, Any]:
         if not isinstance(data, list):
             raise ProtocolError(f"{self._peer} sent {type(data).__name__} where a list of items was due")
-        offer = wire.Offer.from_state(state.get(wire.KEY)) if self._link is not None else None
-        if offer is not None and not data:
-            try:
-                self._take_segments(offer)
-            except SegmentsBlockedError as error:
-                logger.warning("%s; going on with whole tensors", error)
-                self._link = None
-                return {nvflare_private.START: 0, nvflare_private.COUNT: 0}
-            return {nvflare_private.START: offer.items, nvflare_private.COUNT: 0}
-        self.result = self.consume_items(data, self.result)
-        return state
+        if self._link is None:
+            self.result = self.consume_items(data, self.result)
+            return state
+        offer = wire.Offer.from_state(state.get(wire.KEY))
+        if offer is None or data or self._blocked:
+            return self._take_items(self._link, state, data)
+        try:
+            self._take_segments(self._link, offer)
+        except SegmentsBlockedError as error:
+            logger.warning("%s; going on with whole tensors", error)
+            self._blocked = True
+            return {nvflare_private.START: 0, nvflare_private.COUNT: 0}
+        return {nvflare_private.START: offer.items, nvflare_private.COUNT: 0}
 
-    def _take_segments(self, offer: wire.Offer) -> None:
-        link = self._link
-        assert link is not None
+    def _take_items(self, link: Link, state: dict[str, Any], data: list[Any]) -> dict[str, Any]:
+        ahead = ReadAhead(link)
+        nbytes = 0
+        while True:
+            future = ahead.ask(state)
+            self.result = self.consume_items(data, self.result)
+            nbytes += sum(map(len, data))
+            if self._progress is not None:
+                self._progress.segments_came(nbytes)
+            data = []
+            answer = ahead.take(future)
+            if answer is None or link.abort.triggered:
+                return state
+            state, data = answer
+
+    def _take_segments(self, link: Link, offer: wire.Offer) -> None:
         if offer.items > manifests.MOST_ITEMS or offer.manifest_nbytes > manifests.MOST_BYTES:
             raise BadManifestError(
                 f"{link.from_fqcn} offers {offer.items} tensors in a list of {offer.manifest_nbytes} bytes; "

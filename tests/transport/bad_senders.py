@@ -129,7 +129,7 @@ def receive(
     root: str | None = None,
     delete_after: float | None = None,
     min_free: int | None = None,
-    hold: float = 0.0,
+    hold: str | None = None,
 ) -> dict[str, Any]:
     """Download, and say how that went and what it left behind."""
     from nvflare.apis.signal import Signal
@@ -152,7 +152,8 @@ def receive(
             if delete_after is not None:
                 threading.Timer(delete_after, shutil.rmtree, [str(download.path)]).start()
             received: Any = receive_to_disk(link, download)
-            time.sleep(hold)
+            while hold is not None and not os.path.exists(hold):
+                time.sleep(0.05)
         else:
             received = receive_into(TensorConsumer(), link)
         outcome["tensors"] = len(received)
@@ -216,3 +217,25 @@ def _zeros() -> Any:
 
 
 _Zeros = _zeros()
+
+
+def drop_answers(state: State, every: int) -> None:
+    """Lose every so many answers to requests for segments; none, if that is 0."""
+    from nvflare_lazy.transport.serving import SegmentServer
+
+    answer = state.kept.setdefault("answer", SegmentServer._answer)
+    counter = iter(range(1, 1 << 30))
+
+    def forgetful(self: SegmentServer, job: Any) -> None:
+        if next(counter) % every:
+            answer(self, job)
+
+    SegmentServer._answer = forgetful if every else answer
+
+
+def be_impatient(state: State) -> None:
+    """Do not wait as long as usual for what does not come."""
+    from nvflare_lazy.transport import consumers, fetching
+
+    consumers._FIRST_NEWS_SECONDS = 0.5
+    fetching._LOST_SECONDS = 0.2

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
 import torch
-from nvflare.fuel.f3.streaming.download_service import ProduceRC
+from nvflare.fuel.f3.streaming.download_service import DownloadService, DownloadStatus, ProduceRC
+from nvflare.fuel.f3.streaming.obj_downloader import ObjectDownloader
 
 from nvflare_lazy.errors import BadItemError, DuplicateItemError, TransferAbortedError, UnsupportedDtypeError
 from nvflare_lazy.formats.safetensors_header import parse_message
@@ -233,6 +235,21 @@ def test_any_part(piece):
     got = b"".join(payload.read(start, min(piece, total - start)) for start in range(0, total, piece))
     assert got == expected
     assert [entry.alias for entry in payload.manifest.items] == [False, False, False, True, False, False]
+
+
+def test_pulled_from_behind_a_hop():
+    """A transaction that names a hop is finished when a process behind the hop has pulled, and only then."""
+    downloader = ObjectDownloader(
+        cell=MagicMock(), timeout=60.0, num_receivers=2, receiver_ids=("site-1.job", "site-2.job")
+    )
+    ref = DownloadService._ref_table[downloader.add_object(TensorDownloadable({"a": torch.zeros(3)}, 1000))]
+    ref.obj_downloaded("site-1.job.trainer", DownloadStatus.SUCCESS)
+    assert not ref.tx.is_finished()
+    ref.obj_downloaded("site-2.job.trainer", DownloadStatus.FAILED)
+    assert not ref.tx.is_finished()
+    ref.obj_downloaded("site-2.job.other", DownloadStatus.SUCCESS)
+    assert ref.tx.is_finished()
+    downloader.delete_transaction()
 
 
 def test_sent_from_where_it_is():

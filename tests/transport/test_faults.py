@@ -42,7 +42,7 @@ def assert_works(net, sender="site_1"):
     assert outcome["left"] == []
 
 
-@pytest.mark.parametrize("at", [0.1, 0.5, 0.99])
+@pytest.mark.parametrize(("at", "to_disk"), [(0.1, True), (0.5, True), (0.99, True), (0.5, False)])
 def test_sender_dies(net, at, to_disk):
     """A sender that is killed on the way costs its transfer and nothing else."""
     victim = net.add("site_9", True)
@@ -114,6 +114,30 @@ def test_lying_list(net, lie):
     ref_id = net["site_1"].call(bad_senders.offer, 1, f"list: {lie}")
     outcome = net["server"].call(bad_senders.receive, "site-1", ref_id)
     assert_failed(outcome, "BadManifestError", "site-1")
+
+
+def test_lost_messages(net):
+    """Segments that get lost are asked for again."""
+    net["server"].call(bad_senders.be_impatient)
+    net["site_1"].call(bad_senders.drop_answers, 5)
+    try:
+        assert_works(net)
+    finally:
+        net["site_1"].call(bad_senders.drop_answers, 0)
+
+
+def test_segments_blocked(net, to_disk):
+    """Where requests for segments do not get through, whole tensors come instead."""
+    net["server"].call(bad_senders.be_impatient)
+    ref_id = net["site_1"].call(bad_senders.offer)
+    net["site_1"].call(bad_senders.drop_answers, 1)
+    try:
+        outcome = net["server"].call(bad_senders.receive, "site-1", ref_id, to_disk=to_disk)
+    finally:
+        net["site_1"].call(bad_senders.drop_answers, 0)
+    assert outcome["error"] is None, outcome
+    assert outcome["sum"] == (0 + 1 + 2 + 3) * (1 << 20)
+    assert outcome["budget"] == 0
 
 
 def with_header(header: object, data: bytes = b"") -> bytes:
@@ -205,7 +229,7 @@ def test_scratch_deleted(net):
     assert_works(net)
 
 
-def test_receiver_dies(net):
+def test_receiver_dies(net, tmp_path):
     """What a killed receiver leaves is reclaimed when it starts again; a living owner's scratch is not touched."""
     victim = net.add("site_7", True)
     victim.wait_until_up()
@@ -215,16 +239,18 @@ def test_receiver_dies(net):
     while not scenes.files_under(net.scratch_root) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert scenes.files_under(net.scratch_root) != []
-    net["server"].start(bad_senders.receive, "site-1", net["site_1"].call(bad_senders.offer, 4), hold=6.0)
+    net["server"].start(
+        bad_senders.receive, "site-1", net["site_1"].call(bad_senders.offer, 4), hold=str(tmp_path / "go")
+    )
     victim.kill()
     again = net.add("site_7", True)
     try:
-        time.sleep(0.5)
-        owners = again.call(bad_senders.leases_of)
-        assert len(owners) == 2, owners
+        assert len(again.call(bad_senders.leases_of)) == 2
     finally:
         again.close()
-    assert net["server"].result()["error"] is None
+        (tmp_path / "go").touch()
+        outcome = net["server"].result()
+    assert outcome["error"] is None
     assert_works(net)
 
 
