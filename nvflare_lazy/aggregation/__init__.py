@@ -23,6 +23,15 @@ from nvflare_lazy.aggregation.rules import (
     to_rule,
 )
 from nvflare_lazy.aggregation.running_round import AggregationResult
+from nvflare_lazy.aggregation.server_optimizers import (
+    FedAdagrad,
+    FedAdam,
+    FedAvgM,
+    FedYogi,
+    ServerOptimizer,
+    apply_difference,
+    to_optimizer,
+)
 from nvflare_lazy.aggregation.statistics import PairwiseDistances, SquaredNorms, Statistic
 from nvflare_lazy.aggregation.workers import Progress
 
@@ -34,6 +43,10 @@ __all__ = [
     "Bulyan",
     "ClippedMean",
     "CoordinateRule",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvgM",
+    "FedYogi",
     "GeometricMedian",
     "Krum",
     "LinearCombination",
@@ -48,10 +61,13 @@ __all__ = [
     "Round",
     "Rule",
     "Selection",
+    "ServerOptimizer",
     "SquaredNorms",
     "Statistic",
     "TrimmedMean",
     "aggregate",
+    "apply_difference",
     "rule_names",
+    "to_optimizer",
     "to_rule",
 ]

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of a server optimizer, tile by tile: model, update and state are read, the next model and state written.
+
+The same machinery as aggregation, with two to four readers of different types in the place of contributors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nvflare_lazy.aggregation.agreement import Spec, meta_of
+from nvflare_lazy.aggregation.contributions import Part, parts_of
+from nvflare_lazy.aggregation.memory import Arena, plan_memory
+from nvflare_lazy.aggregation.optimizer_state import ModelFingerprint
+from nvflare_lazy.aggregation.rounding import FLOATS, ROUNDING_BYTES, round_into
+from nvflare_lazy.aggregation.vectors import InputVector, OutputVector, real_dtype, real_numel
+from nvflare_lazy.aggregation.workers import work_through
+from nvflare_lazy.errors import KeyDisagreementError, ShapeDisagreementError, UncomputableTensorError
+from nvflare_lazy.formats import StreamingWriter
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from nvflare_lazy.aggregation.optimizer_state import OptimizerStates
+    from nvflare_lazy.aggregation.server_optimizers import ServerOptimizer, UnknownModelPolicy
+    from nvflare_lazy.aggregation.workers import Watch
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Tensors that are computed in the same way, as long vectors."""
+
+    model: InputVector
+    update: InputVector
+    state: Sequence[InputVector | None]
+    new_model: OutputVector
+    new_state: Sequence[OutputVector]
+    is_bool: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.model.nbytes + self.update.nbytes
+
+    @property
+    def is_optimized(self) -> bool:
+        return self.model.dtype in FLOATS
+
+
+class ModelStep:
+    """A step.
+
+    Args:
+        optimizer: Who says where to.
+        model: The global model.
+        update: The aggregate of the round.
+        params_type: "FULL" if the update is a model, "DIFF" if it is the difference from one.
+    """
+
+    def __init__(
+        self, optimizer: ServerOptimizer, model: Mapping[str, Any], update: Mapping[str, Any], params_type: str
+    ) -> None:
+        if params_type not in ("FULL", "DIFF"):
+            raise ValueError(f"params_type must be 'FULL' or 'DIFF', not {params_type!r}")
+        self._optimizer = optimizer
+        self._is_difference = params_type == "DIFF"
+        self._model = parts_of(model)
+        self._update = parts_of(update)
+        for name, part in self._update.items():
+            self._check(name, part, self._model.get(name))
+        self._specs = {name: Spec(part.dtype, part.shape) for name, part in self._model.items()}
+        self._initial = [*optimizer.slots.values()]
+
+    def run(
+        self,
+        out: str | os.PathLike[str],
+        states: OptimizerStates | None,
+        unknown_model: UnknownModelPolicy,
+        *,
+        budget: int,
+        threads: int | None,
+        max_shard_size: int | str | None,
+        durable: bool,
+        metadata: Mapping[str, str],
+        watch: Watch,
+    ) -> Path:
+        """Write the next state, then the next model.
+
+        Returns:
+            Where the model is.
+        """
+        state: Mapping[str, Part] = {}
+        if states is not None:
+            before = ModelFingerprint(self._specs)
+            for name, part in self._model.items():
+                before.read(name, part)
+            state = parts_of(states.find(before.digest(), restart=unknown_model == "restart") or {})
+        after = ModelFingerprint(self._specs)
+        writer = StreamingWriter(out, meta_of(self._specs), metadata=metadata, max_shard_size=max_shard_size)
+        state_writer = None
+        try:
+            if states is not None:
+                state_path = states.new_file()
+                state_writer = StreamingWriter(state_path, meta_of(self._state_specs(state)))
+            runs = [*self._runs(state, writer, state_writer)]
+            self._compute(runs, after, budget, threads, watch)
+            for name in self._model.keys() - self._update.keys():
+                writer.copy(name, self._model[name].source)
+                after.read(name, self._model[name])
+            if states is not None and state_writer is not None:
+                for name in state.keys() - self._state_names():
+                    state_writer.copy(name, state[name].source)
+                state_writer.commit()
+                states.remember(state_path, after.digest())
+            path = writer.commit(durable=durable)
+            if states is not None:
+                states.tidy()
+            return path
+        finally:
+            writer.abort()
+            if state_writer is not None:
+                state_writer.abort()
+
+    def _check(self, name: str, update: Part, model: Part | None) -> None:
+        if model is None:
+            raise KeyDisagreementError(f"the update has a tensor {name!r} that the model does not have: exclude it")
+        if update.shape != model.shape or update.dtype.is_complex != model.dtype.is_complex:
+            raise ShapeDisagreementError(
+                f"{name!r} has shape {list(update.shape)} ({update.dtype}) in the update, and {list(model.shape)} "
+                f"({model.dtype}) in the model: send it in that shape, or exclude it"
+            )
+        if self._is_difference and torch.uint64 in (update.dtype, model.dtype):
+            raise UncomputableTensorError(f"{name!r} is torch.uint64, to which torch can add no difference: exclude it")
+
+    def _state_names(self) -> set[str]:
+        return {f"{slot}/{name}" for name in self._optimized() for slot in self._optimizer.slots}
+
+    def _optimized(self) -> list[str]:
+        return [name for name in self._update if real_dtype(self._model[name].dtype) in FLOATS]
+
+    def _state_specs(self, state: Mapping[str, Part]) -> dict[str, Spec]:
+        specs = {name: Spec(part.dtype, part.shape) for name, part in state.items()}
+        for name in self._optimized():
+            dtype = torch.float64 if self._model[name].dtype == torch.float64 else torch.float32
+            for slot in self._optimizer.slots:
+                specs[f"{slot}/{name}"] = Spec(dtype, (real_numel(self._model[name]),))
+        return specs
+
+    def _runs(
+        self, state: Mapping[str, Part], writer: StreamingWriter, state_writer: StreamingWriter | None
+    ) -> Iterator[_Run]:
+        together: dict[tuple[object, ...], list[str]] = {}
+        for name in sorted(self._update):
+            known = all(f"{slot}/{name}" in state for slot in self._optimizer.slots)
+            together.setdefault((self._model[name].dtype, self._update[name].dtype, known), []).append(name)
+        for names in together.values():
+            sizes = [real_numel(self._model[name]) for name in names]
+            model = InputVector([self._model[name] for name in names])
+            old, new = [], []
+            if model.dtype in FLOATS and state_writer is not None:
+                width = torch.float64 if model.dtype == torch.float64 else torch.float32
+                for slot in self._optimizer.slots:
+                    keys = [f"{slot}/{name}" for name in names]
+                    known = keys[0] in state
+                    old.append(InputVector([state[key] for key in keys]) if known else None)
+                    new.append(OutputVector(keys, sizes, width, state_writer))
+            yield _Run(
+                model,
+                InputVector([self._update[name] for name in names]),
+                old,
+                OutputVector(names, sizes, model.dtype, writer),
+                new,
+                is_bool=self._model[names[0]].dtype is torch.bool,
+            )
+
+    def _compute(
+        self, runs: Sequence[_Run], after: ModelFingerprint, budget: int, threads: int | None, watch: Watch
+    ) -> None:
+        slots = len(self._initial)
+        # Three buffers to read and write with, and float64 for the rest.
+        plan = plan_memory(budget, 3 * 8 + (3 + slots) * 8 + ROUNDING_BYTES, threads=threads)
+
+        def work(task: tuple[_Run, int], arena: Arena) -> None:
+            run, start = task
+            count = min(plan.tile, run.model.numel - start)
+            out, buffer = arena.take_buffer(run.new_model.dtype, count)
+            if run.is_optimized:
+                self._optimize(run, start, out, arena)
+            else:
+                self._replace(run, start, out, arena)
+            for name, offset, piece in run.new_model.pieces(start, buffer):
+                after.note(name, offset, piece)
+            run.new_model.write(start, buffer)
+            watch.advance(count * (run.model.dtype.itemsize + run.update.dtype.itemsize))
+
+        tasks = ((run, start) for run in runs for start in range(0, run.model.numel, plan.tile))
+        watch.begin(self._optimizer.name, sum(run.nbytes for run in runs))
+        work_through(tasks, work, plan, watch)
+
+    def _optimize(self, run: _Run, start: int, out: torch.Tensor, arena: Arena) -> None:
+        values, difference, spare, *state = (
+            arena.take(torch.float64, out.numel()) for _ in range(3 + len(self._initial))
+        )
+        _read(run.model, start, values, arena)
+        _read(run.update, start, difference, arena)
+        if not self._is_difference:
+            difference.sub_(values)
+        for slot, initial, vector in zip(state, self._initial, run.state, strict=True):
+            if vector is None:
+                slot.fill_(initial)
+            else:
+                _read(vector, start, slot, arena)
+        direction = self._optimizer.direct(difference, state, spare)
+        round_into(out, values.add_(direction.mul_(self._optimizer.lr)), arena)
+        for slot, output in zip(state, run.new_state, strict=True):
+            rounded, buffer = arena.take_buffer(output.dtype, out.numel())
+            rounded.copy_(slot)
+            output.write(start, buffer)
+
+    def _replace(self, run: _Run, start: int, out: torch.Tensor, arena: Arena) -> None:
+        """Counters and masks: what the update says, in whole numbers and within their range."""
+        if run.update.dtype == run.model.dtype and not self._is_difference:
+            mark = arena.mark()
+            values, buffer = arena.take_buffer(run.update.dtype, out.numel())
+            run.update.read(start, buffer)
+            out.copy_(values.clamp_(max=1) if run.is_bool else values)
+            arena.give_back(mark)
+            return
+        values, update = (arena.take(torch.int64, out.numel()) for _ in range(2))
+        _read(run.update, start, update, arena)
+        if self._is_difference:
+            _read(run.model, start, values, arena)
+            update.add_(values)
+        limits = torch.iinfo(out.dtype)
+        out.copy_(update.clamp_(limits.min, 1 if run.is_bool else min(limits.max, torch.iinfo(torch.int64).max)))
+
+
+def _read(vector: InputVector, start: int, into: torch.Tensor, arena: Arena) -> None:
+    mark = arena.mark()
+    values, buffer = arena.take_buffer(vector.dtype, into.numel())
+    vector.read(start, buffer)
+    if values.dtype in FLOATS and not into.dtype.is_floating_point:
+        into.copy_(values.double().round_())
+    else:
+        into.copy_(values)
+    arena.give_back(mark)
