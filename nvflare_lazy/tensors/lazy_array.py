@@ -11,10 +11,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from nvflare_lazy.errors import ImmutableTensorError, UnsupportedDtypeError
+from nvflare_lazy.errors import UnsupportedDtypeError
 from nvflare_lazy.tensors import dtypes
+from nvflare_lazy.tensors.array_operators import ArrayOperators
+from nvflare_lazy.tensors.immutability import refuse_write
 from nvflare_lazy.tensors.strided_source import contiguous_strides
 
 if TYPE_CHECKING:
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
     from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 
-_WRITERS = frozenset(("byteswap", "fill", "itemset", "partition", "put", "resize", "setfield", "setflags", "sort"))
+_WRITERS = frozenset(("fill", "itemset", "partition", "put", "resize", "setfield", "setflags", "sort"))
 # Addresses of memory that would be gone by the time it is read. NumPy falls back to __array__ without them.
-_RAW_MEMORY = frozenset(("__array_interface__", "__array_struct__"))
+_RAW_MEMORY = frozenset(("__array_interface__", "__array_struct__", "ctypes"))
 
 
-class LazyArray(NDArrayOperatorsMixin):
+class LazyArray(ArrayOperators):
     """An immutable array whose elements are read from a byte source when they are used.
 
     Shape, dtype and the like, copies, and slices of the first axis cost no I/O. Any other use loads the array, gives
@@ -47,6 +48,8 @@ class LazyArray(NDArrayOperatorsMixin):
         >>> np.linalg.norm(array, axis=1)
     """
 
+    __slots__ = ("__weakref__", "_dtype", "_shape", "_source")
+
     # Binary operators of ordinary arrays and of torch tensors leave the operation to us.
     __array_priority__ = 1001
 
@@ -56,8 +59,8 @@ class LazyArray(NDArrayOperatorsMixin):
         return np.ndarray
 
     def __init__(self, source: ByteSource, dtype: Any, shape: Sequence[int]) -> None:
-        self.dtype: np.dtype[Any] = np.dtype(dtype)
-        self.shape = tuple(shape)
+        self._dtype: np.dtype[Any] = np.dtype(dtype)
+        self._shape = tuple(shape)
         if self.dtype.hasobject:
             raise UnsupportedDtypeError("arrays of Python objects have no bytes that could be read later")
         if source.nbytes != self.nbytes:
@@ -75,6 +78,16 @@ class LazyArray(NDArrayOperatorsMixin):
         return cls(tensor.source, row.numpy, tuple(tensor.shape))
 
     # ---- what costs no I/O -------------------------------------------------------------------------------------
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The element type."""
+        return self._dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+        return self._shape
 
     @property
     def ndim(self) -> int:
@@ -176,27 +189,34 @@ class LazyArray(NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, LazyArray) for x in kwargs.get("out") or ()):
-            _refuse_write(f"np.{ufunc.__name__}")
+            refuse_write(f"np.{ufunc.__name__}", "array")
         if method == "at" and isinstance(inputs[0], LazyArray):
-            _refuse_write(f"np.{ufunc.__name__}.at")
-        return getattr(ufunc, method)(*_loaded(inputs), **_loaded(kwargs))
+            refuse_write(f"np.{ufunc.__name__}.at", "array")
+        return getattr(ufunc, method)(*self._loaded(inputs), **self._loaded(kwargs))
 
     def __array_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if isinstance(kwargs.get("out"), LazyArray):
-            _refuse_write(f"np.{func.__name__}")
-        return func(*_loaded(args), **_loaded(kwargs))
+            refuse_write(f"np.{func.__name__}", "array")
+        return func(*self._loaded(args), **self._loaded(kwargs))
 
     def __getattr__(self, name: str) -> Any:
         if name in _WRITERS:
-            _refuse_write(f".{name}()")
-        if name in _RAW_MEMORY or not hasattr(np.ndarray, name):
+            refuse_write(f".{name}()", "array")
+        if name in _RAW_MEMORY:
+            raise AttributeError(f"a lazy array has no memory, and so no {name!r}: materialize() gives one that has")
+        if not hasattr(np.ndarray, name):
             raise AttributeError(f"'LazyArray' object has no attribute {name!r}")
         return getattr(self._load(), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in LazyArray.__slots__:
+            refuse_write(f"assigning to .{name}", "array")
+        super().__setattr__(name, value)
+
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
-        _refuse_write("item assignment")
+        refuse_write("item assignment", "array")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.materialize().__reduce_ex__(protocol)
@@ -233,19 +253,13 @@ class LazyArray(NDArrayOperatorsMixin):
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self.materialize().__dlpack__(**kwargs)
 
-
-def _loaded(value: Any) -> Any:
-    if isinstance(value, LazyArray):
-        return value._load()
-    if isinstance(value, dict):
-        return {key: _loaded(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_loaded(item) for item in value)
-    return value
-
-
-def _refuse_write(what: str) -> NoReturn:
-    raise ImmutableTensorError(
-        f"{what} would write to a lazy array, whose elements are in a file that others read too: "
-        "call materialize() on it and write to the array that returns"
-    )
+    @staticmethod
+    def _loaded(value: Any) -> Any:
+        """Return `value` with the lazy arrays in it loaded."""
+        if isinstance(value, LazyArray):
+            return value._load()
+        if isinstance(value, dict):
+            return {key: LazyArray._loaded(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(LazyArray._loaded(item) for item in value)
+        return value

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nvflare_lazy.tensors.byte_source import MemorySource
-from nvflare_lazy.tensors.raw_bytes import storage_bytes
+from nvflare_lazy.tensors.raw_bytes import new_memory, storage_bytes
 
 if TYPE_CHECKING:
     from nvflare_lazy.tensors.byte_source import ByteSource
@@ -43,7 +43,7 @@ class LazyStorage:
         """Load the bytes, once, and return the storage that holds them."""
         with self._lock:
             if self._pinned is None:
-                loaded = torch.empty(self._source.nbytes, dtype=torch.uint8)
+                loaded = new_memory(torch.uint8, (self._source.nbytes,))
                 memory = storage_bytes(loaded)
                 self._source.read_into(memory)
                 self._pinned = loaded

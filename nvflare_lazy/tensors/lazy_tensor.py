@@ -8,17 +8,18 @@ could be incomplete: views stay lazy, writes raise, and everything else is done 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from math import prod
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-from nvflare_lazy.errors import ImmutableTensorError
 from nvflare_lazy.tensors.byte_source import MemorySource
+from nvflare_lazy.tensors.direct_uses import HANDLERS, DirectUses
+from nvflare_lazy.tensors.immutability import refuse_write
 from nvflare_lazy.tensors.lazy_storage import LazyStorage
-from nvflare_lazy.tensors.operators import SharedLoads, traits_of
-from nvflare_lazy.tensors.raw_bytes import extent, storage_bytes
+from nvflare_lazy.tensors.operators import OperatorTraits, SharedLoads, pending_signs_minded, traits_of
+from nvflare_lazy.tensors.raw_bytes import extent, new_memory, storage_bytes
 from nvflare_lazy.tensors.strided_source import (
     StridedSource,
     check_geometry,
@@ -36,9 +37,10 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
-class LazyTensor(torch.Tensor):
+class LazyTensor(DirectUses):
     """An immutable tensor whose elements are read from a byte source when, and as far as, they are used.
 
     Shape, dtype and the like cost no I/O, nor do views (`t[3]`, `t.view(-1)`, `t.T`) or copies. Any other use loads
@@ -57,13 +59,15 @@ class LazyTensor(torch.Tensor):
         >>> tensor[7].sum()  # reads one row
     """
 
-    _storage_: LazyStorage
-
     # NVFlare's serializer goes by `obj.__class__`: so a lazy tensor is sent as the tensor it stands for, and a peer
     # without this package can take it. `type()` and `isinstance(x, LazyTensor)` still tell what it is.
-    @property  # type: ignore[misc]
-    def __class__(self) -> type[torch.Tensor]:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def __class__(self) -> type[torch.Tensor]:
         return torch.Tensor
+
+    @__class__.setter
+    def __class__(self, other: type) -> None:
+        refuse_write("turning it into another tensor")  # what `torch.utils.swap_tensors` does
 
     @staticmethod
     def __new__(
@@ -95,13 +99,23 @@ class LazyTensor(torch.Tensor):
 
     def materialize(self) -> torch.Tensor:
         """Load the elements into a new ordinary tensor, which the caller owns and may write to."""
+        shape, strides, _ = _geometry(self)
+        if extent(shape, strides) >= prod(shape):
+            return self._load()
+        # An expanded view: its elements share memory, and writing to one would change the others.
+        loaded = new_memory(self.dtype, shape)
+        self.source.read_into(storage_bytes(loaded))
+        return loaded
+
+    def _load(self) -> torch.Tensor:
+        """Load the elements for someone who only reads them: an expanded view stays as small as it is."""
         shape, strides, offset = _geometry(self)
-        if _is_sparse_view(shape, strides):
-            strides = contiguous_strides(shape)
-            loaded = torch.empty_strided(shape, strides, dtype=self.dtype)
+        gathered = extent(shape, strides) > 2 * prod(shape)
+        loaded = new_memory(self.dtype, shape, None if gathered else strides)
+        if gathered:
+            # A view that skips most of its storage is better put together than loaded with the gaps.
             self.source.read_into(storage_bytes(loaded))
-        else:
-            loaded = torch.empty_strided(shape, strides, dtype=self.dtype)
+        elif prod(shape):
             self._storage_.source.read_into(storage_bytes(loaded), offset * self.dtype.itemsize)
         return loaded
 
@@ -136,11 +150,21 @@ class LazyTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        handler = _OUTSIDE_THE_DISPATCHER.get(func)
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(func)
         if handler is not None:
-            return handler(*args, **(kwargs or {}))
+            return handler(*args, **kwargs)
         with _loads.shared(), torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            if kwargs.get("out") is not None:
+                # For an argument of a class of its own, torch may compute a new result and forget about `out`.
+                if _holds_lazy(kwargs["out"]):
+                    refuse_write(f"{func.__name__}(out=...)")
+                args, kwargs = _replaced((args, kwargs), _load_with_gradient)
+            if all(issubclass(LazyTensor, other) for other in types):
+                return func(*args, **kwargs)
+            args, kwargs = _replaced((args, kwargs), _load_with_gradient)
+        # Somebody else's tensors: what comes of them and an ordinary tensor is theirs to say.
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates its own without `func`
@@ -154,106 +178,35 @@ class LazyTensor(torch.Tensor):
             return _CPU
         kwargs = kwargs or {}
         traits = traits_of(func)
-        for place in traits.written:
-            written = args[place[0]] if place[0] < len(args) else kwargs.get(place[1])
-            if _holds_lazy(written):
-                _refuse_write(str(func))
+        if _holds_lazy(traits.written(args, kwargs)):
+            refuse_write(str(func))
+        with pending_signs_minded():
+            return cls._call(func, traits, args, kwargs)
+
+    @classmethod
+    def _call(cls, func: Any, traits: OperatorTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if traits.is_composite:
+            return traits.take_apart(args, kwargs)
         if traits.gives_views and isinstance(args[0], LazyTensor):
-            if traits.is_composite:
-                return func.decompose(*args, **kwargs)
             return _lazy_view(func, args, kwargs)
         if func is aten.clone.default and not kwargs and args[0].is_contiguous():
             return args[0].materialize()
         if func is aten.copy_.default and _can_fill(args[0], args[1]):
             args[1].read_into(storage_bytes(args[0]))
             return args[0]
-        load = _stand_in if traits.ignores_elements else _loads.load
-        return func(
-            *tree_map(lambda x: load(x) if isinstance(x, LazyTensor) else x, args),
-            **tree_map(lambda x: load(x) if isinstance(x, LazyTensor) else x, kwargs),
-        )
+        load: Callable[[LazyTensor], torch.Tensor] = _stand_in if traits.ignores_elements else _loads.load
+        if func.overloadpacket is aten.set_:
+            load = LazyTensor._pinned_tensor  # what is written to the other tensor is written to this memory
+        return func(*_replaced(args, load), **_replaced(kwargs, load))
 
-    # ---- what does not go through torch's dispatcher -----------------------------------------------------------
+    # ---- parts ------------------------------------------------------------------------------------------------
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype}, in {self._storage_.source.describe()})"
-
-    __str__ = __repr__
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
-
-    def __copy__(self) -> LazyTensor:
-        return self._share(self._storage_)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
-        # Nothing can be written, so nothing needs to be copied. A storage of its own keeps pointers apart, though.
-        storage = memo.get(id(self._storage_))
-        if storage is None:
-            memo[id(self._storage_)] = storage = LazyStorage(self._storage_.source)
-        return self._share(storage)
-
-    def _share(self, storage: LazyStorage) -> LazyTensor:
-        twin = _make(storage, self.dtype, *_geometry(self))
-        for name, value in self.__dict__.items():
-            if name != "_storage_":
-                setattr(twin, name, value)
-        return twin.requires_grad_(self.requires_grad)  # type: ignore[return-value]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # Pickles are read where the file is not: they hold the elements.
-        loaded = self.materialize()
-        if getattr(self, "_is_param", False):
-            loaded = torch.nn.Parameter(loaded, self.requires_grad)
-        return loaded.requires_grad_(self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
-        """Load the elements as a NumPy array; read-only, since a write would not reach the tensor it came from."""
-        array = self.materialize().requires_grad_(self.requires_grad).numpy(force=force)
-        array.flags.writeable = False
-        return array
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        if copy is False:
-            raise ValueError("a lazy tensor has no memory to share: a copy is needed to make an array of it")
-        array = self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
-        return array.copy() if copy and not array.flags.writeable else array
-
-    def tolist(self) -> Any:
-        """Load the elements as nested lists."""
-        return self.materialize().tolist()
-
-    def data_ptr(self) -> int:
-        """Load the storage for good and return the address of the first element."""
-        return self._pinned_tensor().data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Load the storage for good and return it."""
-        return self._storage_.pin()
-
-    def _typed_storage(self) -> torch.TypedStorage:
-        storage: torch.TypedStorage = self._pinned_tensor()._typed_storage()  # type: ignore[no-untyped-call]
-        return storage
-
-    def storage(self) -> Any:
-        """Load the storage for good and return it."""
-        return self._pinned_tensor().storage()  # type: ignore[no-untyped-call]
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self._pinned_tensor().requires_grad_(self.requires_grad).__dlpack__(**kwargs)
-
-    def new_tensor(self, data: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        """Return a new ordinary tensor of this dtype."""
-        return torch.empty(0, dtype=self.dtype).new_tensor(data, **kwargs)
-
-    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        """Return a new ordinary tensor of this dtype, by torch's oldest constructor."""
-        made: torch.Tensor = torch.empty(0, dtype=self.dtype).new(*args, **kwargs)
-        return made
+    def _over(self, storage: LazyStorage) -> LazyTensor:
+        return _make(storage, self.dtype, *_geometry(self))
 
     def _pinned_tensor(self) -> torch.Tensor:
         shape, strides, offset = _geometry(self)
-        return torch.empty(0, dtype=self.dtype).set_(self._storage_.pin(), offset, shape, strides)
+        return new_memory(self.dtype, (0,)).set_(self._storage_.pin(), offset, shape, strides)
 
 
 def _make(
@@ -275,7 +228,10 @@ def _make(
             dtype=dtype,
             device=_META,
             dispatch_device=True,
+            _extra_dispatch_keys=_AUTOCAST,
         )
+    # C code that takes the address of the memory without asking gets an error, and no null pointer.
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
     tensor._storage_ = storage
     return tensor
 
@@ -285,16 +241,8 @@ def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], i
         return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
-def _is_sparse_view(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a view skips so much of its storage that its elements are better gathered than loaded with the gaps."""
-    return extent(shape, strides) > 2 * int(np.prod(shape, dtype=object))
-
-
-def _refuse_write(what: str) -> NoReturn:
-    raise ImmutableTensorError(
-        f"{what} would write to a lazy tensor, whose elements are in a file that others read too: "
-        "call materialize() on it and write to the tensor that returns"
-    )
+def _replaced(value: Any, load: Callable[[LazyTensor], torch.Tensor]) -> Any:
+    return tree_map(lambda x: load(x) if isinstance(x, LazyTensor) else x, value)
 
 
 def _holds_lazy(value: object) -> bool:
@@ -315,10 +263,14 @@ def _can_fill(target: torch.Tensor, lazy: object) -> bool:
     )
 
 
+def _load_with_gradient(lazy: LazyTensor) -> torch.Tensor:
+    return lazy.clone() if lazy.requires_grad else _loads.load(lazy)
+
+
 def _stand_in(lazy: LazyTensor) -> torch.Tensor:
     """Return memory of the same geometry that was never touched, for operators that only look at the geometry."""
     shape, strides, _ = _geometry(lazy)
-    return torch.empty_strided(shape, strides, dtype=lazy.dtype)
+    return new_memory(lazy.dtype, shape, strides)
 
 
 def _lazy_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -344,38 +296,3 @@ def _flat(value: Any) -> Sequence[Any]:
 
 
 _loads = SharedLoads()
-
-
-def _refuse(name: str) -> Callable[..., NoReturn]:
-    return lambda *args, **kwargs: _refuse_write(name)
-
-
-def _set_data(target: torch.Tensor, value: torch.Tensor) -> None:
-    if isinstance(target, LazyTensor):
-        _refuse_write("assigning to .data")
-    target.data = value.materialize() if isinstance(value, LazyTensor) else value
-
-
-# Torch's own functions that reach for memory without an operator; called unbound, they land here.
-_OUTSIDE_THE_DISPATCHER: dict[Any, Callable[..., Any]] = {
-    getattr(torch.Tensor, name): getattr(LazyTensor, name)
-    for name in (
-        "__array__",
-        "__deepcopy__",
-        "__dlpack__",
-        "__format__",
-        "__reduce_ex__",
-        "__repr__",
-        "_typed_storage",
-        "data_ptr",
-        "new",
-        "new_tensor",
-        "numpy",
-        "storage",
-        "tolist",
-        "untyped_storage",
-    )
-} | {
-    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    **{getattr(torch.Tensor, name): _refuse(name) for name in ("apply_", "map_", "map2_", "share_memory_")},
-}

@@ -11,38 +11,55 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+import torch
 
-    import torch
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 class OperatorTraits:
     """What the schema of an operator says about its arguments and results.
 
     Attributes:
-        written: Position and name of each argument that the operator writes to.
         gives_views: Whether a result may share the memory of an argument.
-        is_composite: Whether torch can take it apart: `to` and `reshape`, which give a view or a copy as they must,
-            come in one piece in inference mode, and only their parts say which it is.
+        is_composite: Whether it is nothing but other operators. In inference mode these come in one piece, and only
+            their parts say whether they give a view (`to`, `reshape`), the tensor itself (`dropout`) or a new one.
         ignores_elements: Whether the operator looks at the geometry alone.
     """
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
-        self.written = [
-            (place, argument.name)
-            for place, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
+        self._func = func
+        self._schema = schema
+        self._places = {argument.name: place for place, argument in enumerate(schema.arguments)}
+        # Not the schema's own word: that is silent about the statistics which batch norm updates in training.
+        info = torch._C._SchemaInfo(schema)
+        self._written = [name for name in self._places if info.is_mutable(name)]
         self.gives_views = any(
             result.alias_info is not None and not result.alias_info.is_write for result in schema.returns
         )
-        self.is_composite: bool = func._can_decompose()
+        self.is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
         name = schema.name.removeprefix("aten::")
         self.ignores_elements = name.startswith("new_") or name.endswith("_like")
+
+    def take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call the operators that a composite one consists of."""
+        return self._func._op_dk(_COMPOSITE, *args, **kwargs)
+
+    def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the arguments of a call that it writes to."""
+        if not self._written:
+            return []
+        given = {name: args[place] for name, place in self._places.items() if place < len(args)} | dict(kwargs)
+        info = torch._C._SchemaInfo(self._schema)
+        info.add_argument_values({name: value for name, value in given.items() if isinstance(value, bool)})
+        return [given[name] for name in self._written if name in given and info.is_mutable(name)]
 
 
 @cache
@@ -51,11 +68,28 @@ def traits_of(func: Any) -> OperatorTraits:
     return OperatorTraits(func)
 
 
+# What a complex tensor's conjugate and its imaginary part are made of: bits that say what is still to be done.
+_PENDING = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
+
+
+def pending_signs_minded() -> AbstractContextManager[None]:
+    """Let operators inside of `__torch_dispatch__` see conjugates as conjugates.
+
+    Torch switches off there whatever stands above a subclass, this too; an operator that takes a conjugate on its way
+    would then compute with the tensor itself.
+    """
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _PENDING:
+        excluded = excluded.remove(key)
+    guard: Any = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+    return guard  # type: ignore[no-any-return]
+
+
 class SharedLoads(threading.local):
     """Lets the steps of one call to torch share what they load, so that each tensor is read once a call."""
 
     def __init__(self) -> None:
-        self._held: dict[int, torch.Tensor] | None = None
+        self._held: dict[int, tuple[LazyTensor, torch.Tensor]] | None = None
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -72,8 +106,8 @@ class SharedLoads(threading.local):
     def load(self, lazy: LazyTensor) -> torch.Tensor:
         """Return the loaded tensor; nobody may write to it."""
         if self._held is None:
-            return lazy.materialize()
-        loaded = self._held.get(id(lazy))
-        if loaded is None:
-            self._held[id(lazy)] = loaded = lazy.materialize()
-        return loaded
+            return lazy._load()
+        if id(lazy) not in self._held:
+            # The lazy tensor is held as well: the id of one that is gone may be that of another one next.
+            self._held[id(lazy)] = lazy, lazy._load()
+        return self._held[id(lazy)][1]

@@ -8,10 +8,20 @@ empties tensors by bytes (loading, saving, sending) goes through this one functi
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
+
+
+def new_memory(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Return an ordinary tensor on the CPU whose memory was not written yet, row-major if no strides are given.
+
+    Whatever the caller has torch do at the moment: a default device, a mode that fakes or traces tensors, or a
+    function transform would all make something else out of `torch.empty`, which has no memory to be filled.
+    """
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
+        if strides is None:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
 
 
 def storage_bytes(tensor: torch.Tensor) -> memoryview:
@@ -27,8 +37,11 @@ def storage_bytes(tensor: torch.Tensor) -> memoryview:
         raise ValueError(f"only memory of the CPU can be seen as bytes, and this tensor is on {tensor.device}")
     if tensor.numel() == 0:
         return memoryview(bytearray())
+    address = tensor.data_ptr()
+    if not address:
+        raise ValueError(f"a {type(tensor).__name__} without memory cannot be seen as bytes")
     count = extent(tuple(tensor.shape), tensor.stride()) * tensor.element_size()
-    raw = (ctypes.c_ubyte * count).from_address(tensor.data_ptr())
+    raw = (ctypes.c_ubyte * count).from_address(address)
     raw._tensor = tensor  # type: ignore[attr-defined]  # an address keeps nothing alive; this reference does
     return memoryview(raw).cast("B")
 

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The uses of a tensor that never reach torch's dispatcher: copies, pickles, NumPy, pointers, and being printed.
+
+The part of `LazyTensor` that has to be written method by method, because torch's own methods reach for memory that is
+not there. Everything else is in `lazy_tensor`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from nvflare_lazy.tensors.immutability import refuse_write
+from nvflare_lazy.tensors.lazy_storage import LazyStorage
+from nvflare_lazy.tensors.raw_bytes import new_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from typing_extensions import Self
+
+
+class DirectUses(torch.Tensor):
+    """A tensor over a `LazyStorage` whose direct uses load it; the base of `LazyTensor`."""
+
+    _storage_: LazyStorage
+
+    if TYPE_CHECKING:
+
+        def materialize(self) -> torch.Tensor:
+            """Load the elements into a new ordinary tensor."""
+
+        def _over(self, storage: LazyStorage) -> Self:
+            """Return the same geometry over another storage."""
+
+        def _pinned_tensor(self) -> torch.Tensor:
+            """Load the storage for good and return an ordinary tensor that shares its memory."""
+
+    # ---- being looked at: no I/O, except where the elements themselves are asked for ----------------------------
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype}, in {self._storage_.source.describe()})"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def tolist(self) -> Any:
+        """Load the elements as nested lists."""
+        return self.materialize().tolist()
+
+    # ---- being copied: no I/O either ---------------------------------------------------------------------------
+
+    def __copy__(self) -> Self:
+        return self._share(self._storage_)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # Nothing can be written, so nothing needs to be copied. A storage of its own keeps pointers apart, though.
+        storage = memo.get(id(self._storage_))
+        if storage is None:
+            memo[id(self._storage_)] = storage = LazyStorage(self._storage_.source)
+        twin = self._share(storage)
+        twin.__dict__.update(copy.deepcopy(self._attributes(), memo))
+        twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
+
+    def _share(self, storage: LazyStorage) -> Self:
+        twin = self._over(storage)
+        twin.__dict__.update(self._attributes())
+        twin.requires_grad_(self.requires_grad)
+        return twin
+
+    def _attributes(self) -> dict[str, Any]:
+        """Return what others have set on the tensor, as they may on any."""
+        return {name: value for name, value in self.__dict__.items() if name != "_storage_"}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Pickles are read where the file is not: they hold the elements.
+        loaded = self.materialize()
+        attributes = self._attributes()
+        if attributes.pop("_is_param", False):
+            loaded = torch.nn.Parameter(loaded, self.requires_grad)
+        loaded.__dict__.update(attributes)
+        return loaded.requires_grad_(self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    # ---- NumPy -------------------------------------------------------------------------------------------------
+
+    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
+        """Load the elements as a NumPy array; read-only, since a write would not reach the tensor it came from."""
+        loaded = self.materialize()
+        if self.requires_grad:
+            loaded.requires_grad_()
+        array = loaded.numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
+            raise ValueError("a lazy tensor has no memory to share: a copy is needed to make an array of it")
+        array = self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+        return array.copy() if copy and not array.flags.writeable else array
+
+    # ---- pointers: from the first one on, the elements stay loaded ----------------------------------------------
+
+    def data_ptr(self) -> int:
+        """Load the storage for good and return the address of the first element."""
+        return self._pinned_tensor().data_ptr()
+
+    const_data_ptr = data_ptr
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Load the storage for good and return it."""
+        return self._storage_.pin()
+
+    def _typed_storage(self) -> torch.TypedStorage:
+        storage: torch.TypedStorage = self._pinned_tensor()._typed_storage()  # type: ignore[no-untyped-call]
+        return storage
+
+    def storage(self) -> Any:
+        """Load the storage for good and return it."""
+        return self._pinned_tensor().storage()  # type: ignore[no-untyped-call]
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self._pinned_tensor().requires_grad_(self.requires_grad).__dlpack__(**kwargs)
+
+    # ---- factories, which torch's own class has for its own kind ------------------------------------------------
+
+    def new_tensor(self, data: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """Return a new ordinary tensor of this dtype."""
+        return new_memory(self.dtype, (0,)).new_tensor(data, **kwargs)
+
+    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """Return a new ordinary tensor of this dtype, by torch's oldest constructor."""
+        made: torch.Tensor = new_memory(self.dtype, (0,)).new(*args, **kwargs)
+        return made
+
+
+def _refuse(name: str) -> Callable[..., NoReturn]:
+    return lambda *args, **kwargs: refuse_write(name)
+
+
+def _set_data(target: torch.Tensor, value: torch.Tensor) -> None:
+    if isinstance(target, DirectUses):
+        refuse_write("assigning to .data")
+    target.data = value.materialize() if isinstance(value, DirectUses) else value
+
+
+# Torch's own functions; called unbound, they land here.
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    getattr(torch.Tensor, name): getattr(DirectUses, name)
+    for name in (
+        "__array__",
+        "__deepcopy__",
+        "__dlpack__",
+        "__format__",
+        "__reduce_ex__",
+        "__repr__",
+        "_typed_storage",
+        "const_data_ptr",
+        "data_ptr",
+        "new",
+        "new_tensor",
+        "numpy",
+        "storage",
+        "tolist",
+        "untyped_storage",
+    )
+    if hasattr(torch.Tensor, name)
+} | {
+    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    **{getattr(torch.Tensor, name): _refuse(name) for name in ("apply_", "map_", "map2_", "share_memory_")},
+}
