@@ -96,7 +96,7 @@ def measure(reader: str, path: Path, small: Path) -> dict[str, float]:
     one = list(tensors)[len(tensors) // 2]
     before = rchar()
     loaded = read(tensors[one])
-    result["one tensor, read beyond its bytes KiB"] = (rchar() - before - loaded.nbytes) / 1024
+    result["one tensor: bytes read / its bytes"] = (rchar() - before) / loaded.nbytes
     del loaded
     start, total = time.perf_counter(), 0
     for tensor in tensors.values():
@@ -129,7 +129,7 @@ def main() -> None:
             for reader in READERS[kind]:
                 command = [sys.executable, "-m", "benchmarks.open_pytorch", "--measure", reader, str(path), str(small)]
                 found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-                print(f"{kind}, {reader}: " + ", ".join(f"{name} {value:.1f}" for name, value in found.items()))
+                print(f"{kind}, {reader}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
             path.unlink()
 
 
