@@ -3,7 +3,7 @@
 
     from nvflare_lazy.recipes import FedAvgRecipe  # instead of nvflare.app_opt.pt.recipes
 
-What all of them add is described in `offload_options`.
+What all of them add is described in `offload_options`. `add_tensor_offload` is for recipes that are not here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nvflare_lazy.recipes.any_recipe import add_tensor_offload as add_tensor_offload
     from nvflare_lazy.recipes.fedavg import FedAvgRecipe as FedAvgRecipe
     from nvflare_lazy.recipes.fedopt import FedOptRecipe as FedOptRecipe
     from nvflare_lazy.recipes.fedprox import FedProxRecipe as FedProxRecipe
@@ -22,9 +23,10 @@ _HOMES = {
     "FedOptRecipe": "fedopt",
     "FedProxRecipe": "fedprox",
     "ScaffoldRecipe": "scaffold",
+    "add_tensor_offload": "any_recipe",
 }
 
-__all__ = ["FedAvgRecipe", "FedOptRecipe", "FedProxRecipe", "ScaffoldRecipe"]
+__all__ = ["FedAvgRecipe", "FedOptRecipe", "FedProxRecipe", "ScaffoldRecipe", "add_tensor_offload"]
 
 
 def __getattr__(name: str) -> Any:
