@@ -88,6 +88,8 @@ class DiskConsumer(PayloadConsumer):
     def release(self) -> None:
         """Complete the files and leave them to whoever reads them; `cleanup()` does nothing from now on."""
         with self._lock:
+            if self._cleaned and self.failure is not None:
+                raise self.failure
             if not self._cleaned:
                 self._finish_files()
                 self._cleaned = True

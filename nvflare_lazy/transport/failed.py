@@ -25,7 +25,7 @@ class FailedBatch:
     """
 
     def __init__(self, error: Exception) -> None:
-        self.error = error
+        self.error = _without_frames(error)
 
     def value(self, family: Family, dtype: Any = None, shape: tuple[int, ...] | None = None) -> Any:
         """Return a value that raises the error when its elements are asked for.
@@ -42,7 +42,7 @@ def failed_value(error: Exception, family: Family, dtype: Any = None, shape: tup
     """Return a value that raises `error` when its elements are asked for."""
     if dtype is None or shape is None:
         dtype, shape = family.unknown()
-    return family.lazy(FailedSource(family.nbytes(dtype, shape), error), dtype, shape)
+    return family.lazy(FailedSource(family.nbytes(dtype, shape), _without_frames(error)), dtype, shape)
 
 
 def failure_of(value: Any) -> Exception | None:
@@ -68,3 +68,12 @@ def failure_of(value: Any) -> Exception | None:
         if error is not None:
             return error
     return None
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Drop the traces of an error: they hold what the frames held, segments among it, as long as the error lives."""
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+    return error

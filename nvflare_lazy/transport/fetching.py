@@ -29,10 +29,13 @@ if TYPE_CHECKING:
 WINDOW_BYTES = 8 << 20
 # How often a download that waits looks at its abort signal.
 _POLL_SECONDS = 0.1
-# After this time without news, what is under way counts as lost: it is asked for again, and no longer counts in the
-# budget, which a stalled peer would otherwise take from the others.
-_LOST_SECONDS = 5.0
-_MOST_LOST_SECONDS = 30.0
+# After this time without news, what is under way no longer counts in the budget: a peer that stalls would take it
+# from the others.
+_STALL_SECONDS = 3.0
+# After this time it is asked for again, and then less and less often: on a slow line it is still coming, and asking
+# would only make the line slower.
+_ASK_AGAIN_SECONDS = 30.0
+_MOST_ASK_AGAIN_SECONDS = 240.0
 # A peer to which there is no way at all, not even to ask, is given up sooner than one that is silent.
 _UNREACHABLE_SECONDS = 30.0
 
@@ -135,13 +138,14 @@ class Fetch:
         self._writing = 0
         self._held = 0  # bytes of the budget
         self._under_way: dict[int, int] = {}
+        self._unpaid: set[int] = set()  # of these, what no longer counts in the budget
         self._lost: deque[int] = deque()
         self._failure: BaseException | None = None
         self._closed = False
         self._number = ""
         self._news = time.monotonic()
         self._reached = self._news
-        self._patience = _LOST_SECONDS
+        self._patience = _ASK_AGAIN_SECONDS
         self._asked = self._news
 
     def run(self) -> None:
@@ -191,7 +195,7 @@ class Fetch:
                 if offset >= self._nbytes or self._failure is not None:
                     return
                 count = min(wire.SEGMENT_BYTES, self._nbytes - offset)
-                if self._held + count > WINDOW_BYTES and self._held:
+                if sum(self._under_way.values()) + count > WINDOW_BYTES and self._under_way:
                     return
                 holding = self._held
             if not self.link.budget.take(count, holding=holding, timeout=_POLL_SECONDS):
@@ -224,22 +228,30 @@ class Fetch:
             if self._failure is None and (self._done < self._nbytes or self._writing):
                 self._changed.wait(_POLL_SECONDS)
             now = time.monotonic()
-            if not self._under_way and not self._writing:
+            if self._under_way and not self._writing:
+                silent = now - max(self._news, self._asked)
+                if silent > _STALL_SECONDS:
+                    self._stop_paying()
+                if silent > self._patience:
+                    self._ask_again(now)
+            elif not self._lost and not self._under_way:
                 # Waiting for room in the budget: that is nobody's silence.
-                self._news = max(self._news, now if not self._lost else self._news)
-            elif now - max(self._news, self._asked) > self._patience and not self._writing:
-                self._count_as_lost(now)
+                self._news = max(self._news, now)
             done = self._done
         if self._progress is not None:
             self._progress(done)
 
-    def _count_as_lost(self, now: float) -> None:
-        self._lost.extend(self._under_way)
-        self._under_way.clear()
+    def _stop_paying(self) -> None:
+        self._unpaid.update(self._under_way)
         self.link.budget.give_back(self._held)
         self._held = 0
+
+    def _ask_again(self, now: float) -> None:
+        self._lost.extend(self._under_way)
+        self._under_way.clear()
+        self._unpaid.clear()
         self._asked = now
-        self._patience = min(2 * self._patience, _MOST_LOST_SECONDS)
+        self._patience = min(2 * self._patience, _MOST_ASK_AGAIN_SECONDS)
 
     def arrived(self, origin: str, data: wire.Data, payload: Any) -> None:
         """Take bytes that came in; called by NVFlare's threads."""
@@ -262,7 +274,8 @@ class Fetch:
             del self._under_way[offset]
             self._writing += 1
             self._news = time.monotonic()
-            self._patience = _LOST_SECONDS
+            paid = 0 if offset in self._unpaid else count
+            self._unpaid.discard(offset)
         failure: BaseException | None = None
         try:
             self._write(offset, piece)
@@ -270,10 +283,10 @@ class Fetch:
             failure = error
         with self._changed:
             self._writing -= 1
-            self._held -= count
+            self._held -= paid
             self._done += count
             self._news = time.monotonic()
-            self.link.budget.give_back(count)
+            self.link.budget.give_back(paid)
             if failure is not None:
                 self._fail(failure)
             self._changed.notify_all()

@@ -69,7 +69,9 @@ class SegmentServer:
         with self._lock:
             queue = self._queues.get(key)
             if queue is not None:
-                queue.append(job)
+                # Whoever asks again for what is still in line gets it once.
+                if all(waiting.request != request for waiting in queue):
+                    queue.append(job)
                 return
             self._queues[key] = deque([job])
             if self._threads is None:

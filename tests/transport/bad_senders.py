@@ -181,7 +181,7 @@ def abort_cycles(state: State, fqcn: str, refs: list[str]) -> list[tuple[int, in
     held = []
     for number, ref_id in enumerate(refs):
         receive(state, fqcn, ref_id, abort_after=0.002 * (number % 10))
-        if number in (len(refs) // 4, len(refs) - 1):
+        if number in (len(refs) // 2, len(refs) - 1):
             held.append(scenes.threads_and_files(state))
     return held
 
@@ -238,4 +238,5 @@ def be_impatient(state: State) -> None:
     from nvflare_lazy.transport import consumers, fetching
 
     consumers._FIRST_NEWS_SECONDS = 0.5
-    fetching._LOST_SECONDS = 0.2
+    fetching._STALL_SECONDS = 0.1
+    fetching._ASK_AGAIN_SECONDS = 0.2

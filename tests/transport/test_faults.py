@@ -274,5 +274,5 @@ def test_abort_cycles(net):
     early, late = net["server"].call(bad_senders.abort_cycles, "site-1", refs)
     assert late[0] <= early[0] + 2
     assert late[1] <= early[1] + 2
-    assert late[2] <= early[2] + (8 << 20)
+    assert late[2] <= early[2] + (16 << 20)  # of some 100 MiB that came
     assert net["server"].call(scenes.scratch_files) == []

@@ -140,3 +140,24 @@ def test_download_initiated():
     assert via_downloader.was_download_initiated()
     via_downloader.clear_download_initiated()
     assert not via_downloader.was_download_initiated()
+
+
+def test_cells_of_one_process():
+    """Two cells in one process hand messages over directly; a transfer between them works all the same."""
+    run("""
+        import os, threading, torch, nvflare_lazy
+        from nvflare.fuel.f3.cellnet.cell import Cell
+        from nvflare.fuel.f3.cellnet.utils import make_reply, new_cell_message
+        from tests.transport.peers import free_port
+        nvflare_lazy.install()
+        url = f"tcp://127.0.0.1:{free_port()}"
+        server, client = (Cell(name, url, False, {}, create_internal_listener=False) for name in ("server", "site-1"))
+        server.start(); client.start()
+        got = []
+        server.register_request_cb(channel="c", topic="t", cb=lambda m: got.append(m.payload) or make_reply("ok"))
+        tensor = torch.randn(5_000_000)
+        message = new_cell_message({}, {"a": tensor})
+        reply = client.send_request(channel="c", topic="t", target="server", request=message, timeout=30)
+        assert torch.equal(got[0]["a"], tensor)
+        os._exit(0)
+    """)
