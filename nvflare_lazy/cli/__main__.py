@@ -3,4 +3,6 @@
 
 from nvflare_lazy.cli import main
 
-main()
+# NVFlare imports every module of a package that is named in its `nvflare_decomposers`.
+if __name__ == "__main__":
+    main()
