@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvflare.app_common.utils.tensor_disk_offload_context import _TENSOR_DISK_OFFLOAD_ROOT_DIR
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
+from nvflare.fuel.f3.streaming.byte_streamer import TxTask
 from nvflare.fuel.f3.streaming.download_service import (
     DownloadService,
     DownloadStatus,
@@ -111,6 +112,25 @@ def finish_for_ancestor(ref_id: str, receiver: str, status: str) -> None:
             ref._finalize_receiver(expected, status)
 
 
+def free_what_was_sent() -> None:
+    """Let every message go once it is sent.
+
+    NVFlare's task of sending one and the future of it refer to each other, so each message stays in memory until the
+    garbage collector happens to come by: after hundreds of megabytes, when tensors are sent.
+    """
+    if getattr(TxTask.stop, "frees", False):
+        return
+    stop = TxTask.stop
+
+    def stop_and_free(self: Any, *args: Any, **kwargs: Any) -> None:
+        stop(self, *args, **kwargs)
+        if self.stopped and self.stream_future is not None:
+            self.stream_future.task_handle = None
+
+    stop_and_free.frees = True  # type: ignore[attr-defined]
+    TxTask.stop = stop_and_free
+
+
 # ---- the receiving side --------------------------------------------------------------------------------------------
 
 
@@ -158,6 +178,7 @@ __all__ = [
     "STATE",
     "STATUS",
     "finish_for_ancestor",
+    "free_what_was_sent",
     "new_items_context",
     "note_sent",
     "offload_flag_in_process",

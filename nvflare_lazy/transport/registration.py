@@ -83,6 +83,7 @@ def install() -> Installation:
         >>> print(nvflare_lazy.install())
         torch.Tensor by nvflare_lazy.transport.decomposers.LazyTensorDecomposer; ...
     """
+    nvflare_private.free_what_was_sent()
     handlers = tuple(_put(kind) for kind in _KINDS)
     installation = Installation(handlers)
     if any(handler.replaced for handler in handlers) or not _said:
