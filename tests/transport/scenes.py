@@ -384,3 +384,33 @@ def most_under_way(state: State) -> int:
     from nvflare_lazy.transport.budget import BUDGET
 
     return BUDGET.peak
+
+
+def leave_out_last(state: State, on: bool) -> None:
+    """Offer one tensor less than the message refers to."""
+    from nvflare.fuel.utils import fobs
+
+    handler = fobs.get_dot_handler(6)
+    if not on:
+        del handler.to_downloadable
+        return
+    make = type(handler).to_downloadable
+
+    def short(items: dict, max_chunk_size: int, fobs_ctx: dict) -> Any:
+        return make(handler, dict(list(items.items())[:-1]), max_chunk_size, fobs_ctx)
+
+    handler.to_downloadable = short
+
+
+def failure(state: State) -> str | None:
+    """Why the last payload is not usable, told without using it."""
+    from nvflare_lazy.transport.failed import failure_of
+
+    error = failure_of(state.payloads[-1])
+    return None if error is None else type(error).__name__
+
+
+def send_placeholder(state: State, target: str, content: Any, timeout: float = 30.0) -> str:
+    """Send what is written where a tensor should be."""
+    fake = {"__fobs_type__": "torch.Tensor", "__fobs_data__": content, "__fobs_dc__": "whatever"}
+    return send_value(state, target, {"x": fake}, timeout)

@@ -134,3 +134,33 @@ def test_lost_result(net):
     net["server"].call(scenes.forget)
     send(net, "site_2", "server", kind="odd")
     assert net["server"].call(scenes.compare, "torch", "odd", False) == []
+
+
+@pytest.mark.parametrize("sender", ["site_2", "site_3"], ids=["plugin", "stock"])
+def test_missing_items(net, sender):
+    """A payload with fewer tensors than the message refers to: the ones that are missing say so when used."""
+    net[sender].call(scenes.leave_out_last, True)
+    send(net, sender, "server", kind="ten")
+    net[sender].call(scenes.leave_out_last, False)
+    outcomes = net["server"].call(scenes.how_it_failed)
+    assert {outcome for outcome in outcomes if not outcome.startswith("nothing")} == {"MissingItemError"}
+    assert net["server"].call(scenes.failure) == "MissingItemError"
+
+
+RUBBISH = [
+    7,
+    {"type": "what"},
+    {"type": "ref", "data": 7},
+    {"type": "ref", "data": "T0@nowhere"},
+    {"type": "native", "data": b"x"},
+]
+
+
+@pytest.mark.parametrize("content", RUBBISH, ids=str)
+def test_malformed_placeholders(net, content):
+    """Rubbish where a tensor should be does not end a server that decodes it: it is a tensor that says so."""
+    send(net, "site_2", "server", kind="one")
+    assert net["site_2"].call(scenes.send_placeholder, "server", content) == "ok"
+    assert net["server"].call(scenes.failure) is not None
+    assert len(net["server"].call(scenes.how_it_failed)) == 1
+    assert net["site_2"].call(scenes.send_placeholder, "site-1", content, 3.0) != "ok"
