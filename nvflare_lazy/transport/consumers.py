@@ -129,17 +129,21 @@ class PayloadConsumer(Consumer):
     def _take_items(self, link: Link, state: dict[str, Any], data: list[Any]) -> dict[str, Any]:
         ahead = ReadAhead(link)
         nbytes = 0
-        while True:
-            future = ahead.ask(state)
-            self.result = self.consume_items(data, self.result)
-            nbytes += sum(map(len, data))
-            if self._progress is not None:
-                self._progress.segments_came(nbytes)
-            data = []
-            answer = ahead.take(future)
-            if answer is None or link.abort.triggered:
-                return state
-            state, data = answer
+        try:
+            while True:
+                # What comes next is about as large as what has come; only its arrival would tell.
+                ahead.ask_if_there_is_room(state, sum(map(len, data)))
+                self.result = self.consume_items(data, self.result)
+                nbytes += sum(map(len, data))
+                if self._progress is not None:
+                    self._progress.segments_came(nbytes)
+                data = []
+                answer = ahead.take(state)
+                if answer is None or link.abort.triggered:
+                    return state
+                state, data = answer
+        finally:
+            ahead.let_go()
 
     def _take_segments(self, link: Link, offer: wire.Offer) -> None:
         if offer.items > manifests.MOST_ITEMS or offer.manifest_nbytes > manifests.MOST_BYTES:

@@ -16,16 +16,22 @@ from nvflare.fuel.f3.streaming.download_service import OBJ_DOWNLOADER_CHANNEL, O
 from nvflare.fuel.f3.streaming.stream_utils import download_request_thread_pool
 
 from nvflare_lazy.transport import nvflare_private
+from nvflare_lazy.transport.budget import BUDGET
 
 if TYPE_CHECKING:
     from nvflare_lazy.transport.fetching import Link
+
+# Longer than an item takes from a peer that is worth waiting for.
+_SLOW_SECONDS = 5.0
+_LOOK_UP_SECONDS = 0.5
 
 
 class ReadAhead:
     """Asks for the items after those that are here.
 
     Anything but items is left to NVFlare's own loop, which asks again: it knows what to do about the end, and about
-    failures.
+    failures. What is asked for is within the budget of the process: a stock item is a whole tensor, and several copies
+    of it are in memory until it is written.
 
     Args:
         link: Where the items come from.
@@ -33,24 +39,53 @@ class ReadAhead:
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self._future: Future[Any] | None = None
+        self._size = 0
+        self._held = 0
 
-    def ask(self, state: dict[str, Any]) -> Future[Any] | None:
-        """Ask for what comes after `state`, without waiting for it."""
-        future: Future[Any] | None = download_request_thread_pool.submit(self._request, state)
-        return future
+    def ask_if_there_is_room(self, state: dict[str, Any], size: int) -> None:
+        """Ask for what comes after `state`, without waiting for it, if the budget of the process allows one more.
 
-    def take(self, future: Future[Any] | None) -> tuple[dict[str, Any], list[Any]] | None:
-        """Wait for the answer; None if it is anything but items."""
+        Args:
+            state: What has come.
+            size: Bytes that the answer will have, as far as one can tell.
+        """
+        before, self._held = self._held, 0
+        self._size = max(1, size)
+        if BUDGET.take(self._size, holding=max(1, before)):
+            self._held = self._size
+            self._future = download_request_thread_pool.submit(self._request, state)
+        # What is held of the items before is about to be written.
+        BUDGET.give_back(before)
+
+    def take(self, state: dict[str, Any]) -> tuple[dict[str, Any], list[Any]] | None:
+        """Wait for the answer, asking first if there was no room before; None if it is anything but items."""
+        if self._future is None:
+            while not self._link.abort.triggered and not self._held:
+                if BUDGET.take(self._size, holding=0, timeout=_LOOK_UP_SECONDS):
+                    self._held = self._size
+            self._future = download_request_thread_pool.submit(self._request, state)
+        future, self._future = self._future, None
         if future is None:
             return None
-        reply = future.result()
+        try:
+            reply = future.result(_SLOW_SECONDS)
+        except TimeoutError:
+            # Whoever is that slow has little in memory here, and must not keep the others waiting.
+            self.let_go()
+            reply = future.result()
         payload = reply.payload
         if reply.get_header(MessageHeaderKey.RETURN_CODE) != ReturnCode.OK or not isinstance(payload, dict):
             return None
-        state, items = payload.get(nvflare_private.STATE), payload.get(nvflare_private.DATA)
+        following, items = payload.get(nvflare_private.STATE), payload.get(nvflare_private.DATA)
         if payload.get(nvflare_private.STATUS) != ProduceRC.OK:
             return None
-        return (state, items) if isinstance(state, dict) and isinstance(items, list) else None
+        return (following, items) if isinstance(following, dict) and isinstance(items, list) else None
+
+    def let_go(self) -> None:
+        """Give back what is held of the budget."""
+        held, self._held = self._held, 0
+        BUDGET.give_back(held)
 
     def _request(self, state: dict[str, Any]) -> Any:
         link = self._link
