@@ -53,6 +53,8 @@ class PayloadConsumer(Consumer):
         error: Why it failed, as text; None as long as it has not.
         failure: Why it failed, as an exception.
         result: What has been received.
+        nbytes: How many bytes that was.
+        by_segments: Whether they came in segments, and not as whole tensors.
     """
 
     # The state of an offer that was taken is not the state that was offered.
@@ -64,6 +66,8 @@ class PayloadConsumer(Consumer):
         self.error: str | None = None
         self.failure: BaseException | None = None
         self.result: Any = None
+        self.nbytes = 0
+        self.by_segments = False
         self._link: Link | None = None
         self._blocked = False
         self._peer = "the sender"
@@ -128,15 +132,14 @@ class PayloadConsumer(Consumer):
 
     def _take_items(self, link: Link, state: dict[str, Any], data: list[Any]) -> dict[str, Any]:
         ahead = ReadAhead(link)
-        nbytes = 0
         try:
             while True:
                 # What comes next is about as large as what has come; only its arrival would tell.
                 ahead.ask_if_there_is_room(state, sum(map(len, data)))
                 self.result = self.consume_items(data, self.result)
-                nbytes += sum(map(len, data))
+                self.nbytes += sum(map(len, data))
                 if self._progress is not None:
-                    self._progress.segments_came(nbytes)
+                    self._progress.bytes_came(self.nbytes)
                 data = []
                 answer = ahead.take(state)
                 if answer is None or link.abort.triggered:
@@ -164,8 +167,9 @@ class PayloadConsumer(Consumer):
                 f"{len(manifest.items)} of {manifest.nbytes}"
             )
         sink = self.open_sink(manifest)
-        progress = None if self._progress is None else self._progress.segments_came
+        progress = None if self._progress is None else self._progress.bytes_came
         Fetch(link, wire.DATA, manifest.nbytes, sink.write, progress=progress).run()
+        self.nbytes, self.by_segments = manifest.nbytes, True
 
     def download_completed(self, ref_id: str) -> None:
         """Complete the result."""
@@ -199,6 +203,7 @@ def receive(consumer: PayloadConsumer, link: Link, progress_cb: Callable[..., No
     Raises:
         TransferError: Or another error of this package, if it fails; nothing is left of it then.
     """
+    started = time.monotonic()
     relay = None if progress_cb is None else ProgressRelay(progress_cb)
     try:
         with nvflare_private.source_signal(link.cell, link.from_fqcn, link.ref_id, link.abort) as signal:
@@ -219,6 +224,13 @@ def receive(consumer: PayloadConsumer, link: Link, progress_cb: Callable[..., No
             consumer.failure = error
     failure = consumer.failure
     if failure is None:
+        logger.info(
+            "received %d bytes from %s in %.2f s, %s",
+            consumer.nbytes,
+            link.from_fqcn,
+            time.monotonic() - started,
+            "in segments" if consumer.by_segments else "as whole tensors",
+        )
         return consumer.result
     consumer.discard()
     consumer.result = None
@@ -238,20 +250,20 @@ class ProgressRelay:
         self._callback = callback
         self._lock = threading.Lock()
         self._sequence = 0
-        self._segment_bytes = 0
+        self._bytes = 0
         self._told = 0.0
         self._ref_id: Any = None
 
     def __call__(self, **event: Any) -> None:
         """Pass an event of `download_object` on."""
         self._ref_id = event.get("ref_id")
-        self._tell({**event, "bytes_done": event.get("bytes_done", 0) + self._segment_bytes})
+        self._tell({**event, "bytes_done": event.get("bytes_done", 0) + self._bytes})
 
-    def segments_came(self, nbytes: int) -> None:
-        """Count bytes that came in segments."""
+    def bytes_came(self, nbytes: int) -> None:
+        """Count bytes that came past NVFlare's own loop."""
         now = time.time()
-        if nbytes > self._segment_bytes and now - self._told >= _PROGRESS_SECONDS:
-            self._segment_bytes = nbytes
+        if nbytes > self._bytes and now - self._told >= _PROGRESS_SECONDS:
+            self._bytes = nbytes
             event = {"ref_id": self._ref_id, "bytes_done": nbytes, "items_done": None, "state": "active"}
             self._tell({**event, "timestamp": now})
 

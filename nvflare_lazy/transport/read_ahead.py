@@ -8,6 +8,7 @@ segments, and finds out only with the first reply whether there is one.
 from __future__ import annotations
 
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
 
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
@@ -70,7 +71,7 @@ class ReadAhead:
             return None
         try:
             reply = future.result(_SLOW_SECONDS)
-        except TimeoutError:
+        except FutureTimeoutError:
             # Whoever is that slow has little in memory here, and must not keep the others waiting.
             self.let_go()
             reply = future.result()
