@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.fl_job import FLJob, RunResult, run_in_simulator
 
+from benchmarks.fl_job import FLJob, RunResult, run_in_simulator
 from nvflare_lazy.flare.round_log import FILE_NAME
 
 JobRunner = Callable[..., RunResult]

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from benchmarks.fl_job.synthetic_model import initial_values, step
 
 
 def exact_mean(values: list[np.ndarray], weights: list[float]) -> np.ndarray:
     """Return the weighted mean in float64: exact enough that one rounding to float32 is the only one that shows."""
-    total = sum(np.longdouble(weight) * value.astype(np.longdouble) for value, weight in zip(values, weights))
+    total = sum(
+        np.longdouble(weight) * value.astype(np.longdouble) for value, weight in zip(values, weights, strict=True)
+    )
     return total / np.longdouble(sum(weights))
 
 

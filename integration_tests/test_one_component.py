@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from benchmarks.fl_job import FLJob
 from integration_tests.conftest import JobRunner, left_in, records, server_app
 from integration_tests.expected import next_global, start, ulps
@@ -43,7 +44,7 @@ def test_one_bad_client_costs_only_itself_with_stock_aggregation(run_job: JobRun
         rounds=2,
         trainer=Path(__file__).parent / "faulty_trainer.py",
     )
-    result = run_job(job, env={"FAULTS": '{"2": "garbage", "3": "shape"}'})
+    result = run_job(job, environment={"FAULTS": '{"2": "garbage", "3": "shape"}'})
     first, second = records(result, "round")
     assert first["took_part"] == ["site-1", "site-4"]
     assert "layer" in first["left_out"]["site-3"]

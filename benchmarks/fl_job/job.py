@@ -32,7 +32,8 @@ class FLJob:
         offload: Arguments for the TensorOffload component.
         aggregator: Arguments for the LazyAggregator.
         persistor: Arguments for the LazyModelPersistor.
-        controller: Further arguments for the FedAvg controller.
+        controller: Further arguments for the controller.
+        controller_path: Another controller than FedAvg.
         components: Further components of the server's configuration.
         filters: The server's filters of task results.
         trainer: Another client script.
@@ -52,6 +53,7 @@ class FLJob:
     aggregator: dict[str, Any] = field(default_factory=dict)
     persistor: dict[str, Any] = field(default_factory=dict)
     controller: dict[str, Any] = field(default_factory=dict)
+    controller_path: str = "nvflare.app_common.workflows.fedavg.FedAvg"
     components: tuple[dict[str, Any], ...] = ()
     filters: tuple[dict[str, Any], ...] = ()
     trainer: Path | None = None
@@ -120,9 +122,7 @@ class FLJob:
             "format_version": 2,
             # Clients ask for their next task this often; at NVFlare's 2 s a short round would be mostly waiting.
             "server": {"heart_beat_timeout": 600, "task_request_interval": 0.5},
-            "workflows": [
-                {"id": "controller", "path": "nvflare.app_common.workflows.fedavg.FedAvg", "args": controller}
-            ],
+            "workflows": [{"id": "controller", "path": self.controller_path, "args": controller}],
             "components": components,
             "task_data_filters": [],
             "task_result_filters": [{"tasks": ["*"], "filters": list(self.filters)}] if self.filters else [],

@@ -138,7 +138,7 @@ def run_in_poc(
     *,
     timeout: float = 900,
     interval: float = 0.05,
-    env: dict[str, str] | None = None,
+    environment: dict[str, str] | None = None,
     during: Callable[[Deployment, str], None] | None = None,
 ) -> RunResult:
     """Run a job on a deployment of its own.
@@ -148,13 +148,13 @@ def run_in_poc(
         directory: An empty directory for everything.
         timeout: Seconds after which the run is ended.
         interval: Seconds between two samples.
-        env: Further environment variables for the server and the sites.
+        environment: Further environment variables for the server and the sites.
         during: Called over and over with the deployment and the job's id while the job runs, to interfere with it.
     """
     folder = job.write(directory / "job")
     scratch = directory / "scratch"
     scratch.mkdir(mode=0o700)
-    with Deployment(directory, job.clients, {"NVFLARE_LAZY_SCRATCH": str(scratch), **(env or {})}) as deployment:
+    with Deployment(directory, job.clients, {"NVFLARE_LAZY_SCRATCH": str(scratch), **(environment or {})}) as deployment:
         session = deployment.session()
         wait_for_clients(session, job.clients)
         started = time.time()

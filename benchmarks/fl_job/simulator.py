@@ -25,7 +25,7 @@ def run_in_simulator(
     *,
     timeout: float = 900,
     interval: float = 0.05,
-    env: dict[str, str] | None = None,
+    environment: dict[str, str] | None = None,
     during: Callable[[Path], None] | None = None,
 ) -> RunResult:
     """Run a job in the simulator.
@@ -35,19 +35,19 @@ def run_in_simulator(
         directory: An empty directory for the job, the workspace and the scratch.
         timeout: Seconds after which the run is ended.
         interval: Seconds between two samples.
-        env: Further environment variables.
+        environment: Further environment variables.
         during: Called over and over with the workspace while the job runs, to interfere with it.
     """
     folder = job.write(directory / "job")
     workspace, scratch = directory / "workspace", directory / "scratch"
     scratch.mkdir(mode=0o700)
-    environment = {**os.environ, "NVFLARE_LAZY_SCRATCH": str(scratch), **(env or {})}
+    variables = {**os.environ, "NVFLARE_LAZY_SCRATCH": str(scratch), **(environment or {})}
     command = [sys.executable, "-m", "nvflare.private.fed.app.simulator.simulator", str(folder), "-w", str(workspace)]
     command += ["-n", str(job.clients), "-t", str(job.clients)]
     started = time.time()
     with open(directory / "output.txt", "w+") as output:
         process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory, start_new_session=True
+            command, env=variables, stdout=output, stderr=subprocess.STDOUT, cwd=directory, start_new_session=True
         )
         try:
             with Sampler(lambda: simulator_roles(process.pid), interval, scratch) as sampler:

@@ -38,6 +38,9 @@ class LazyFedAvg(FedAvg):
         ...  "args": {"num_clients": 10, "num_rounds": 50, "min_responses": 8, "wait_time_after_min_received": 60}}
     """
 
+    start_round: int
+    num_rounds: int
+
     def __init__(
         self,
         *args: Any,
@@ -96,8 +99,8 @@ class LazyFedAvg(FedAvg):
         persistor = job_context.persistor_of(self.fl_ctx)
         last = persistor.resumed if persistor is not None else None
         if last is not None and last.round is not None:
-            start, end = self.start_round, self.start_round + self.num_rounds
-            self.start_round = max(start, last.round + 1)
+            end = self.start_round + self.num_rounds
+            self.start_round = max(self.start_round, last.round + 1)
             self.num_rounds = max(0, end - self.start_round)
             self.info(f"Going on after round {last.round}: {self.num_rounds} rounds are left.")
             self.fl_ctx.set_prop(AppConstants.START_ROUND, self.start_round, private=True, sticky=True)

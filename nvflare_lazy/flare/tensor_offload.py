@@ -25,7 +25,7 @@ from nvflare.app_common.app_event_type import AppEventType
 
 from nvflare_lazy.errors import ScratchError, UnfitResultError
 from nvflare_lazy.flare import job_context
-from nvflare_lazy.flare.process_memory import give_back_free_memory
+from nvflare_lazy.flare.process_memory import give_back_free_memory, keep_little_free_memory
 from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
 from nvflare_lazy.flare.unusable import make_unusable, wrong_shape
 from nvflare_lazy.flare.weights import is_weight
@@ -84,6 +84,7 @@ class TensorOffload(FLComponent):
         self._engine: Any = None
         self._scratch: JobScratch | None = None
         self._log: RoundLog | None = None
+        keep_little_free_memory()
         install()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -121,8 +122,6 @@ class TensorOffload(FLComponent):
         job_context.set_offload(fl_ctx, self)
         self._log = RoundLog(_records(fl_ctx), self._say, self._measure)
         job_context.set_round_log(fl_ctx, self._log)
-        for left in self._scratch.reclaimed:
-            self.log_info(fl_ctx, f"removed what a dead process had left: {left}", fire_event=False)
         self.log_info(
             fl_ctx,
             f"tensors are received on disk, in {self._scratch.path} ({format_size(self._scratch.free())} to use), with "

@@ -141,6 +141,7 @@ class PayloadConsumer(Consumer):
                 if self._progress is not None:
                     self._progress.bytes_came(self.nbytes)
                 data = []
+                ahead.written()
                 answer = ahead.take(state)
                 if answer is None or link.abort.triggered:
                     return state

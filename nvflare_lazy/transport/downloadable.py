@@ -14,6 +14,7 @@ from nvflare.fuel.f3.streaming.download_service import Downloadable, ProduceRC
 from nvflare_lazy.transport import nvflare_private, wire
 from nvflare_lazy.transport.payload import Payload
 from nvflare_lazy.transport.serving import SERVER
+from nvflare_lazy.transport.whole_items import TURNS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,7 +68,9 @@ class PayloadDownloadable(Downloadable):
         if state:
             start = _count(state.get(nvflare_private.START, 0)) + _count(state.get(nvflare_private.COUNT, 0))
         if start >= self.size:
+            TURNS.end((self, requester))
             return ProduceRC.EOF, None, {}
+        TURNS.take((self, requester), self._payload.stock_item_nbytes(start))
         items = [self.produce_item(start)]
         total = len(items[0])
         while start + len(items) < self.size:

@@ -43,6 +43,7 @@ class ReadAhead:
         self._future: Future[Any] | None = None
         self._size = 0
         self._held = 0
+        self._ahead = 0
 
     def ask_if_there_is_room(self, state: dict[str, Any], size: int) -> None:
         """Ask for what comes after `state`, without waiting for it, if the budget of the process allows one more.
@@ -51,13 +52,15 @@ class ReadAhead:
             state: What has come.
             size: Bytes that the answer will have, as far as one can tell.
         """
-        before, self._held = self._held, 0
         self._size = max(1, size)
-        if BUDGET.take(self._size, holding=max(1, before)):
-            self._held = self._size
+        if BUDGET.take(self._size, holding=max(1, self._held)):
+            self._ahead = self._size
             self._future = download_request_thread_pool.submit(self._request, state)
-        # What is held of the items before is about to be written.
-        BUDGET.give_back(before)
+
+    def written(self) -> None:
+        """The items that had come are written."""
+        BUDGET.give_back(self._held)
+        self._held, self._ahead = self._ahead, 0
 
     def take(self, state: dict[str, Any]) -> tuple[dict[str, Any], list[Any]] | None:
         """Wait for the answer, asking first if there was no room before; None if it is anything but items."""
@@ -85,8 +88,8 @@ class ReadAhead:
 
     def let_go(self) -> None:
         """Give back what is held of the budget."""
-        held, self._held = self._held, 0
-        BUDGET.give_back(held)
+        BUDGET.give_back(self._held + self._ahead)
+        self._held = self._ahead = 0
 
     def _request(self, state: dict[str, Any]) -> Any:
         link = self._link

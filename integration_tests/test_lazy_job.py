@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job with our aggregator and persistor: the exact mean, the same bits every time, one bad client, a flat server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nvflare_lazy
+from benchmarks.fl_job import FLJob
+from integration_tests.conftest import JobRunner, left_in, records, server_app
+from integration_tests.expected import next_global, start, ulps
+
+FAULTY = Path(__file__).parent / "faulty_trainer.py"
+
+
+@pytest.mark.parametrize(
+    ("mode", "exchange", "difference"),
+    [("lazy", "pytorch", False), ("lazy-both", "pytorch", True), ("lazy", "numpy", True)],
+)
+def test_the_model_is_the_exact_mean_rounded_once(run_job: JobRunner, mode, exchange, difference):
+    """Within one unit in the last place of the exact weighted mean, in every form of exchange; nothing is left over."""
+    job = FLJob(mode=mode, exchange=exchange, difference=difference, model_mib=1, tensors=4, rounds=2)
+    result = run_job(job)
+    saved = nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors")
+    assert list(saved) == [f"layer{index:05d}" for index in range(job.tensors)]
+    for index in range(job.tensors):
+        value = start(index, job.elements)
+        for _ in range(job.rounds):
+            exact = next_global(value, [1, 2], difference=difference)
+            value = exact.astype(np.float32)
+        assert ulps(saved[f"layer{index:05d}"].numpy(), exact) <= 1
+    assert [record["took_part"] for record in records(result, "round")] == [["site-1", "site-2"]] * 2
+    assert not left_in(result.workspace.parent / "scratch")
+    assert not left_in(server_app(result) / ".incoming")
+
+
+def test_bad_clients_cost_only_themselves(run_job: JobRunner):
+    """Garbage, a short item, a wrong shape, NaN, a tensor nobody knows: the round goes on, the log says why."""
+    faults = {"2": "garbage", "3": "shape", "4": "nan", "5": "stranger", "6": "truncated"}
+    job = FLJob(mode="lazy", clients=6, model_mib=1, tensors=4, rounds=2, trainer=FAULTY)
+    result = run_job(job, environment={"FAULTS": str(faults).replace("'", '"')})
+    first, second = records(result, "round")
+    assert first["took_part"] == ["site-1"]
+    reasons = first["left_out"]
+    assert reasons.keys() == {f"site-{site}" for site in faults}
+    assert "shape" in reasons["site-3"]
+    assert "nan" in reasons["site-4"]
+    assert "nobody.asked.for" in reasons["site-5"]
+    assert second["took_part"] == [f"site-{site}" for site in range(1, 7)]
+    for site in faults:
+        assert f"site-{site} is left out" in result.server_log or f"site-{site} cannot be used" in result.server_log
+    value = next_global(start(1, job.elements), [1]).astype(np.float32)
+    saved = nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors")
+    assert ulps(saved["layer00001"].numpy(), next_global(value, [1, 2, 3, 4, 5, 6])) <= 1
+
+
+def test_a_client_killed_while_it_sends_is_done_without(run_job: JobRunner):
+    """With min_responses the round ends with the others, and so does the next; the log says that no result came."""
+    job = FLJob(
+        mode="lazy",
+        clients=3,
+        model_mib=1,
+        tensors=4,
+        rounds=2,
+        trainer=FAULTY,
+        controller_path="nvflare_lazy.flare.LazyFedAvg",
+        controller={"min_responses": 2, "wait_time_after_min_received": 4},
+    )
+    result = run_job(job, environment={"FAULTS": '{"3": "dies"}'})
+    first, second = records(result, "round")
+    assert first["took_part"] == second["took_part"] == ["site-1", "site-2"]
+    assert "site-3" in first["left_out"]
+    assert not left_in(result.workspace.parent / "scratch")
+
+
+def test_the_same_bits_whoever_comes_first(run_job: JobRunner):
+    """Two runs of the same job, in which results arrive as they like, save the same file."""
+    job = FLJob(mode="lazy", clients=4, model_mib=1, tensors=8, rounds=1, dtype="bfloat16")
+    files = [(server_app(run_job(job)) / "FL_global_model.safetensors").read_bytes() for _ in range(2)]
+    assert files[0] == files[1]
