@@ -10,7 +10,6 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from nvflare.app_common.utils.tensor_disk_offload_context import _TENSOR_DISK_OFFLOAD_ROOT_DIR
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.streaming.byte_streamer import TxTask
 from nvflare.fuel.f3.streaming.download_service import (
@@ -26,8 +25,6 @@ from nvflare.fuel.utils.fobs.decomposers import via_downloader as stock_via_down
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-OFFLOAD_ROOT_KEY: str = _TENSOR_DISK_OFFLOAD_ROOT_DIR
 
 # Keys of a download request, of its reply and of what they point to.
 REF_ID: str = _PropKey.REF_ID
@@ -172,7 +169,6 @@ __all__ = [
     "ENC_NATIVE",
     "ENC_REF",
     "ENC_TYPE",
-    "OFFLOAD_ROOT_KEY",
     "REF_ID",
     "START",
     "STATE",

@@ -37,10 +37,9 @@ class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
     Attributes:
         dtype: The tensor's dtype if its sender told it, else None.
         shape: Its shape if its sender told it, else None.
-        aliases: Further ids of the same tensor.
     """
 
-    __slots__ = ("_cell", "_family", "_secure", "dtype", "shape")
+    __slots__ = ("_cell", "_family", "dtype", "shape")
 
     # On the wire this is NVFlare's reference, which every peer knows; `type()` tells the difference.
     @property  # type: ignore[misc]
@@ -53,7 +52,6 @@ class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
         self.shape: tuple[int, ...] | None = None
         self._family: Family | None = None
         self._cell: weakref.ref[Any] | None = None
-        self._secure = False
 
     @classmethod
     def of(

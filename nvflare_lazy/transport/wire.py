@@ -34,7 +34,6 @@ MOST_BYTES_A_REQUEST = 8 << 20
 MANIFEST = "manifest"
 DATA = "data"
 ITEM = "item"
-ABOUT = "about"
 
 
 @dataclass(frozen=True)
