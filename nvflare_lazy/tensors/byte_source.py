@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
@@ -24,6 +23,13 @@ if TYPE_CHECKING:
 
 # Linux moves at most this much in one read; larger requests come back short.
 _MOST_BYTES_A_READ = 0x7FFFF000
+
+
+def bytes_of(buffer: Buffer) -> memoryview:
+    """Return a C-contiguous buffer as a flat run of bytes."""
+    view = memoryview(buffer)
+    # Python casts no view with a zero in its shape.
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
 class ByteSource(ABC):
@@ -50,7 +56,7 @@ class ByteSource(ABC):
             buffer: A writable, C-contiguous buffer; all of it is filled.
             offset: Where to start in this source.
         """
-        view = memoryview(buffer).cast("B")
+        view = bytes_of(buffer)
         if offset < 0 or offset + len(view) > self.nbytes:
             raise ValueError(
                 f"bytes {offset} to {offset + len(view)} are outside of {self.describe()}, which has {self.nbytes}"
@@ -107,7 +113,7 @@ class MemorySource(ByteSource):
     """Bytes that are in memory already; kept alive, never copied until they are read."""
 
     def __init__(self, data: Buffer) -> None:
-        self._view = memoryview(data).cast("B").toreadonly()
+        self._view = bytes_of(data).toreadonly()
         self.nbytes = len(self._view)
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:
@@ -118,41 +124,18 @@ class MemorySource(ByteSource):
 
 
 class _Descriptor:
-    """A file descriptor that is closed once nobody reads from it any more.
+    """A file descriptor that is closed once nobody refers to it any more.
 
     Closing under a running `pread` would let the kernel hand the number to another file, and the reader that file's
-    bytes: so a close that meets readers is left to the last of them.
+    bytes: so each reader holds a reference. No lock: one that is held while another thread forks stays held in the
+    child for good.
     """
 
     def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._lock = threading.Lock()
-        self._readers = 0
-        self.closed = False
-
-    def acquire(self) -> int | None:
-        """Return the descriptor for one use, or None once it is closed; `release` must follow a use."""
-        with self._lock:
-            if self.closed:
-                return None
-            self._readers += 1
-            return self._fd
-
-    def release(self) -> None:
-        with self._lock:
-            self._readers -= 1
-            last = self.closed and not self._readers
-        if last:
-            os.close(self._fd)
-
-    def close(self) -> None:
-        with self._lock:
-            if self.closed:
-                return
-            self.closed = True
-            last = not self._readers
-        if last:
-            os.close(self._fd)
+        # Not blocking: a named pipe would keep us waiting for its other end.
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        # Not at exit: a daemon thread may still be reading then.
+        weakref.finalize(self, os.close, self.number).atexit = False
 
 
 class OpenFile:
@@ -168,27 +151,26 @@ class OpenFile:
 
     def __init__(self, path: str | os.PathLike[str], keep_alive: object = None) -> None:
         self.path = os.fspath(path)
-        self._descriptor = _Descriptor(self.path)
+        self._descriptor: _Descriptor | None = _Descriptor(self.path)
         self._held = [keep_alive]
-        weakref.finalize(self, self._descriptor.close)
         with self.descriptor() as fd:
             self.size = os.fstat(fd).st_size
 
     @property
     def closed(self) -> bool:
         """Whether the file has been given back."""
-        return self._descriptor.closed
+        return self._descriptor is None
 
     @contextmanager
     def descriptor(self) -> Iterator[int]:
         """Lend the descriptor: it stays open until the block is left, whoever closes the file meanwhile."""
-        fd = self._descriptor.acquire()
-        if fd is None:
+        descriptor = self._descriptor
+        if descriptor is None:
             raise ReleasedSourceError(f"{self.path} has been released: read its tensors before that, or materialize()")
         try:
-            yield fd
+            yield descriptor.number
         finally:
-            self._descriptor.release()
+            del descriptor  # the traceback of an error must not keep the file open
 
     def hold(self, keep_alive: object) -> None:
         """Keep one more object alive for as long as the file is open."""
@@ -196,7 +178,7 @@ class OpenFile:
 
     def close(self) -> None:
         """Give the file back now; reading any source of it raises from then on."""
-        self._descriptor.close()
+        self._descriptor = None
         self._held.clear()
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -256,7 +238,11 @@ class FailedSource(ByteSource):
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:
         # A copy: an exception that is raised again and again would collect, and keep alive, every frame it passed.
-        raise copy.copy(self.error)
+        try:
+            error = copy.copy(self.error)
+        except Exception:  # its constructor does not take what it was made of
+            error = SourceError(f"{type(self.error).__name__}: {self.error}")
+        raise error
 
     def describe(self) -> str:
         return f"nowhere ({self.error})"

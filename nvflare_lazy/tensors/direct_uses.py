@@ -59,6 +59,8 @@ class DirectUses(torch.Tensor):
         return self._share(self._storage_)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if not self.is_leaf:
+            raise RuntimeError("a tensor that came out of a computation cannot be copied with it: detach() it first")
         # Nothing can be written, so nothing needs to be copied. A storage of its own keeps pointers apart, though.
         storage = memo.get(id(self._storage_))
         if storage is None:

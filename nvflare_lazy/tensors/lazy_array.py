@@ -15,6 +15,7 @@ import numpy as np
 from nvflare_lazy.errors import UnsupportedDtypeError
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.array_operators import ArrayOperators
+from nvflare_lazy.tensors.byte_source import bytes_of
 from nvflare_lazy.tensors.immutability import refuse_write
 from nvflare_lazy.tensors.strided_source import contiguous_strides
 
@@ -61,8 +62,10 @@ class LazyArray(ArrayOperators):
     def __init__(self, source: ByteSource, dtype: Any, shape: Sequence[int]) -> None:
         self._dtype: np.dtype[Any] = np.dtype(dtype)
         self._shape = tuple(shape)
-        if self.dtype.hasobject:
-            raise UnsupportedDtypeError("arrays of Python objects have no bytes that could be read later")
+        if self.dtype.hasobject or not self.dtype.itemsize:
+            raise UnsupportedDtypeError("arrays of Python objects, or of nothing, have no bytes to be read later")
+        if min(self._shape, default=0) < 0:
+            raise ValueError(f"an array cannot have the shape {self._shape}")
         if source.nbytes != self.nbytes:
             raise ValueError(f"an array of {self.shape} {self.dtype} has {self.nbytes} bytes, not {source.nbytes}")
         self._source = source
@@ -149,7 +152,7 @@ class LazyArray(ArrayOperators):
             start: The first element.
             count: How many; as many as the buffer holds, if not given.
         """
-        view = memoryview(buffer).cast("B")
+        view = bytes_of(buffer)
         if count is None:
             count = len(view) // self.itemsize
         if count * self.itemsize != len(view):

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from nvflare_lazy.tensors.byte_source import MemorySource
+from nvflare_lazy.errors import UnsupportedTensorError
+from nvflare_lazy.tensors import dtypes
+from nvflare_lazy.tensors.byte_source import MemorySource, bytes_of
 from nvflare_lazy.tensors.direct_uses import HANDLERS, DirectUses
 from nvflare_lazy.tensors.immutability import refuse_write
 from nvflare_lazy.tensors.lazy_storage import LazyStorage
@@ -79,6 +81,7 @@ class LazyTensor(DirectUses):
         strides: Sequence[int] | None = None,
         storage_offset: int = 0,
     ) -> LazyTensor:
+        dtypes.by_torch(dtype)  # raises for what no file holds, such as quantized types
         shape = tuple(shape)
         strides = contiguous_strides(shape) if strides is None else tuple(strides)
         check_geometry(source, dtype.itemsize, shape, strides, storage_offset)
@@ -92,6 +95,8 @@ class LazyTensor(DirectUses):
         """Return a read-only lazy view of an ordinary tensor's memory; nothing is copied."""
         if isinstance(tensor, LazyTensor):
             return tensor
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+            raise UnsupportedTensorError("a sparse, quantized, nested or meta tensor has no dense elements to be read")
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
         return cls(MemorySource(storage_bytes(tensor)), tensor.dtype, tensor.shape, strides=tensor.stride())
 
@@ -127,7 +132,7 @@ class LazyTensor(DirectUses):
             start: The first element.
             count: How many; as many as the buffer holds, if not given.
         """
-        view = memoryview(buffer).cast("B")
+        view = bytes_of(buffer)
         if count is None:
             count = len(view) // self.dtype.itemsize
         if count * self.dtype.itemsize != len(view):
@@ -194,9 +199,10 @@ class LazyTensor(DirectUses):
         if func is aten.copy_.default and _can_fill(args[0], args[1]):
             args[1].read_into(storage_bytes(args[0]))
             return args[0]
-        load: Callable[[LazyTensor], torch.Tensor] = _stand_in if traits.ignores_elements else _loads.load
-        if func.overloadpacket is aten.set_:
-            load = LazyTensor._pinned_tensor  # what is written to the other tensor is written to this memory
+        if traits.ignores_elements and isinstance(args[0], LazyTensor):
+            args = (_stand_in(args[0]), *args[1:])
+        # What is written to a tensor that was set to this one is written to this one's memory.
+        load = LazyTensor._pinned_tensor if func.overloadpacket is aten.set_ else _loads.load
         return func(*_replaced(args, load), **_replaced(kwargs, load))
 
     # ---- parts ------------------------------------------------------------------------------------------------

@@ -8,9 +8,11 @@ they are asked for, so that twenty thousand of them cost nothing to carry around
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from types import MappingProxyType
@@ -21,8 +23,6 @@ from nvflare_lazy.tensors.byte_source import FailedSource
 from nvflare_lazy.tensors.tensor_entry import TensorEntry
 
 if TYPE_CHECKING:
-    import os
-
     from nvflare_lazy.tensors.byte_source import OpenFile
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 
@@ -43,7 +43,7 @@ class OwnedDirectory:
     """A directory that is removed when nobody refers to it any more, or by `release()`, whichever comes first."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.release: Callable[[], object] = weakref.finalize(self, _remove_tree, str(path))
+        self.release: Callable[[], object] = weakref.finalize(self, _remove_tree, str(path), os.getpid())
 
 
 class LazyTensorDict(Mapping[str, "LazyTensor"]):
@@ -145,6 +145,17 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
     def __repr__(self) -> str:
         return f"LazyTensorDict({len(self)} tensors, {self.nbytes} bytes)"
 
+    # It cannot be changed, and what it refers to is shared anyway.
+    def __copy__(self) -> LazyTensorDict:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensorDict:
+        return self
+
+    def __reduce__(self) -> Any:
+        # As its tensors become ordinary ones, so it becomes an ordinary state dict.
+        return OrderedDict, (), None, None, iter(self.items())
+
     def cleanup(self) -> None:
         """Close the files and remove the scratch now, even if tensors of it are still held somewhere.
 
@@ -167,7 +178,9 @@ def _files(entries: Mapping[str, TensorEntry]) -> set[OpenFile]:
     return {found[0] for found in ranges if found is not None}
 
 
-def _remove_tree(path: str) -> None:
+def _remove_tree(path: str, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child has the same objects, and lets go of them at its own time
     try:
         shutil.rmtree(path)
     except FileNotFoundError:

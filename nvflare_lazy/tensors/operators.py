@@ -30,7 +30,7 @@ class OperatorTraits:
         gives_views: Whether a result may share the memory of an argument.
         is_composite: Whether it is nothing but other operators. In inference mode these come in one piece, and only
             their parts say whether they give a view (`to`, `reshape`), the tensor itself (`dropout`) or a new one.
-        ignores_elements: Whether the operator looks at the geometry alone.
+        ignores_elements: Whether the operator looks at the geometry of its first argument alone.
     """
 
     def __init__(self, func: Any) -> None:
@@ -38,9 +38,17 @@ class OperatorTraits:
         self._func = func
         self._schema = schema
         self._places = {argument.name: place for place, argument in enumerate(schema.arguments)}
-        # Not the schema's own word: that is silent about the statistics which batch norm updates in training.
+        self._written = [
+            argument.name
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        # Torch knows of more writes than its schemas say: batch norm updates its statistics, though in training only.
         info = torch._C._SchemaInfo(schema)
-        self._written = [name for name in self._places if info.is_mutable(name)]
+        self._written_at_times = [n for n in self._places if info.is_mutable(n) and n not in self._written]
+        if not self._written and schema.name.endswith("_") and not schema.name.endswith("__"):
+            # Named as one that writes, yet nothing declared: so it is with torch.distributed's.
+            self._written = list(self._places)[:1]
         self.gives_views = any(
             result.alias_info is not None and not result.alias_info.is_write for result in schema.returns
         )
@@ -54,12 +62,15 @@ class OperatorTraits:
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the arguments of a call that it writes to."""
-        if not self._written:
+        if not self._written and not self._written_at_times:
             return []
         given = {name: args[place] for name, place in self._places.items() if place < len(args)} | dict(kwargs)
-        info = torch._C._SchemaInfo(self._schema)
-        info.add_argument_values({name: value for name, value in given.items() if isinstance(value, bool)})
-        return [given[name] for name in self._written if name in given and info.is_mutable(name)]
+        names = self._written
+        if self._written_at_times:
+            info = torch._C._SchemaInfo(self._schema)
+            info.add_argument_values({name: value for name, value in given.items() if isinstance(value, bool)})
+            names = names + [name for name in self._written_at_times if info.is_mutable(name)]
+        return [given[name] for name in names if name in given]
 
 
 @cache

@@ -7,8 +7,7 @@ empties tensors by bytes (loading, saving, sending) goes through this one functi
 
 from __future__ import annotations
 
-import ctypes
-
+import numpy as np
 import torch
 
 
@@ -41,9 +40,15 @@ def storage_bytes(tensor: torch.Tensor) -> memoryview:
     if not address:
         raise ValueError(f"a {type(tensor).__name__} without memory cannot be seen as bytes")
     count = extent(tuple(tensor.shape), tensor.stride()) * tensor.element_size()
-    raw = (ctypes.c_ubyte * count).from_address(address)
-    raw._tensor = tensor  # type: ignore[attr-defined]  # an address keeps nothing alive; this reference does
-    return memoryview(raw).cast("B")
+    return np.asarray(_Memory(tensor, address, count)).data
+
+
+class _Memory:
+    """A run of bytes at an address, and what keeps them alive; NumPy holds on to this object."""
+
+    def __init__(self, owner: torch.Tensor, address: int, count: int) -> None:
+        self.owner = owner
+        self.__array_interface__ = {"data": (address, False), "shape": (count,), "typestr": "|u1", "version": 3}
 
 
 def extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

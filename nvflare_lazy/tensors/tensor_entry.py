@@ -7,6 +7,8 @@ that are asked for into lazy tensors.
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
 from math import prod
 from typing import TYPE_CHECKING
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
     import torch
 
     from nvflare_lazy.tensors.byte_source import ByteSource
+
+
+# Two threads that ask for the same entry get the same tensor. Reentrant, as the garbage collector may come by.
+_publishing = threading.RLock()
+os.register_at_fork(after_in_child=_publishing._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class TensorEntry:
@@ -69,7 +76,11 @@ class TensorEntry:
             made = LazyTensor(
                 self.source, self.dtype, self.shape, strides=self.strides, storage_offset=self.storage_offset
             )
-            self._made = weakref.ref(made)
+            with _publishing:
+                other = self._made() if self._made is not None else None
+                if other is not None:
+                    return other
+                self._made = weakref.ref(made)
         return made
 
     def array(self) -> LazyArray:
