@@ -45,7 +45,7 @@ class LazyAggregator(ModelAggregator):
     | stand clients that lie                     | `rule="trimmed_mean"`, `"median"`, `"krum"`, …, `rule_args`    |
     | weigh clients                              | `aggregation_weights={"site-1": 2.0}`                          |
     | keep some tensors out of it                | `exclude_vars="running_(mean|var)"`                            |
-    | use an optimizer on the server             | `server_optimizer={"name": "adam", "lr": 0.01}`                |
+    | use an optimizer on the server             | `server_optimizer={"name": "fedadam", "lr": 0.01}`                |
     | go on when a round has too few results     | `min_results`, `on_too_few="skip"`                             |
 
     A result is taken whole or not at all: one that could not be received, does not fit the global model, or cannot be

@@ -41,9 +41,7 @@ class OffloadOptions:
 
     def offload(self) -> TensorOffload:
         """Return the component for the server or a client."""
-        return TensorOffload(
-            scratch_dir=self.scratch_dir, quota=self.scratch_quota, memory_budget=self.memory_budget
-        )
+        return TensorOffload(scratch_dir=self.scratch_dir, quota=self.scratch_quota, memory_budget=self.memory_budget)
 
     def add_persistor(self, job: Any, model: Any, initial_ckpt: str | None, *, numpy: bool, best_name: str) -> str:
         """Add the persistor to a job and return its id.

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ScaffoldRecipe`: SCAFFOLD with the global model and the control variates on disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nvflare_lazy.flare.lazy_scaffold import LazyScaffold
+from nvflare_lazy.recipes.fedavg import FedAvgRecipe
+
+
+class ScaffoldRecipe(FedAvgRecipe):
+    """SCAFFOLD for PyTorch.
+
+    Takes the arguments of NVFlare's `ScaffoldRecipe` and those of `OffloadOptions`; training scripts use NVFlare's
+    `PTScaffoldHelper` as always.
+
+    Example:
+        >>> recipe = ScaffoldRecipe(model=Net(), min_clients=4, num_rounds=10, train_script="client.py")
+    """
+
+    def __init__(self, *, name: str = "scaffold", **arguments: Any) -> None:
+        for unknown in ("aggregation", "aggregation_args", "aggregator", "min_responses"):
+            if arguments.get(unknown) is not None:
+                raise TypeError(f"SCAFFOLD combines by its own rule: {unknown} has no meaning here")
+        super().__init__(name=name, **arguments)
+
+    def _get_model_aggregator(self) -> None:
+        return None
+
+    def _create_controller(self, persistor_id: str, model_params: Any, model_aggregator: Any) -> LazyScaffold:
+        return LazyScaffold(
+            num_clients=self.min_clients,
+            num_rounds=self.num_rounds,
+            persistor_id=persistor_id,
+            memory_gc_rounds=self.server_memory_gc_rounds,
+            memory_budget=self.options.memory_budget,
+        )
