@@ -100,7 +100,9 @@ class ModelStep:
                 before.read(name, part)
             state = parts_of(states.find(before.digest(), restart=unknown_model == "restart") or {})
         after = ModelFingerprint(self._specs)
-        writer = StreamingWriter(out, meta_of(self._specs), metadata=metadata, max_shard_size=max_shard_size)
+        writer = StreamingWriter(
+            out, meta_of(self._specs), metadata=metadata, max_shard_size=max_shard_size, durable=durable
+        )
         state_writer = None
         try:
             if states is not None:
@@ -116,7 +118,7 @@ class ModelStep:
                     state_writer.copy(name, state[name].source)
                 state_writer.commit()
                 states.remember(state_path, after.digest())
-            path = writer.commit(durable=durable)
+            path = writer.commit()
             if states is not None:
                 states.tidy()
             return path

@@ -187,10 +187,11 @@ class RunningRound:
             meta_of(agreement.specs),
             metadata={**metadata, **provenance.as_metadata()},
             max_shard_size=config.max_shard_size,
+            durable=config.durable,
         )
         try:
             engine.reduce(reduction, rule.describe()["name"], writer)
-            return writer.commit(durable=config.durable), agreement, provenance, reduction
+            return writer.commit(), agreement, provenance, reduction
         finally:
             writer.abort()
 

@@ -7,6 +7,7 @@ file has no name at all until then, so that the kernel removes it with the proce
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import secrets
@@ -28,6 +29,11 @@ _OUT_OF_SPACE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _NO_NAMELESS_FILES = frozenset((errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS))
 # Linux moves at most this much in one write; larger requests come back short.
 _MOST_BYTES_A_WRITE = 0x7FFFF000
+_FLUSHED_TOGETHER = 8 << 20
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 class AtomicFile:
@@ -36,6 +42,8 @@ class AtomicFile:
     Args:
         path: Where it will appear; a symbolic link is followed. What is there stays until then, and is replaced as
             a whole.
+        durable: Whether `sync` is going to be called: then the disk begins to write early, so that little is left to
+            wait for in the end.
 
     Example:
         >>> with AtomicFile("model.safetensors") as file:
@@ -44,7 +52,8 @@ class AtomicFile:
         ...     file.appear()
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, durable: bool = True) -> None:
+        self.durable = durable
         self.path = os.path.realpath(path)
         self.directory, self._name = os.path.split(self.path)
         self._fd, self._hidden = _create(self.directory, self._name)
@@ -52,6 +61,7 @@ class AtomicFile:
         self._identity = os.fstat(self._fd)
         self._lock = threading.Lock()
         self._users = 0
+        self._unflushed = 0
         self._closed = False
 
     def write_at(self, data: Buffer, offset: int) -> None:
@@ -61,6 +71,10 @@ class AtomicFile:
         with self.descriptor() as fd:
             while done < len(view):
                 done += os.pwrite(fd, view[done : done + _MOST_BYTES_A_WRITE], offset + done)
+            self._unflushed += done
+            if self.durable and self._unflushed >= _FLUSHED_TOGETHER:
+                self._unflushed = 0
+                begin_writeback(fd)
 
     def sync(self) -> None:
         """Wait until what was written is on the disk."""
@@ -136,6 +150,16 @@ class AtomicFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def begin_writeback(fd: int) -> None:
+    """Have the kernel begin to write a file's dirty pages to the disk, without waiting for it.
+
+    Writing a gigabyte and flushing it took half as long with this, see `benchmarks/save_safetensors.py`.
+    """
+    if _sync_file_range is not None:
+        # Advice: if the file system does not take it, flushing takes longer.
+        _sync_file_range(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
 
 
 def sync_directory(path: str) -> None:

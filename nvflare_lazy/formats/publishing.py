@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 
-def publish_file(file: AtomicFile, *, durable: bool) -> str:
+def publish_file(file: AtomicFile) -> str:
     """Let a checkpoint of one file appear, in place of whatever checkpoint had its name; return where it is."""
-    if durable:
+    if file.durable:
         file.sync()
     with _locked(file.directory):
         file.appear()
@@ -32,22 +32,20 @@ def publish_file(file: AtomicFile, *, durable: bool) -> str:
     return file.path
 
 
-def publish_shards(
-    shards: Sequence[tuple[AtomicFile, Sequence[str]]], path: str, total_size: int, *, durable: bool
-) -> str:
+def publish_shards(shards: Sequence[tuple[AtomicFile, Sequence[str]]], path: str, total_size: int) -> str:
     """Let a checkpoint of several files appear, in place of whatever checkpoint had its name.
 
     Args:
         shards: The files, and the names of the tensors in each.
         path: What the checkpoint is called as a whole.
         total_size: Bytes of all tensors, for the index.
-        durable: Whether to wait until all bytes are on the disk.
 
     Returns:
         Where its index is.
     """
-    for file, _ in shards if durable else ():
-        file.sync()
+    for file, _ in shards:
+        if file.durable:
+            file.sync()
     directory = os.path.dirname(path)
     with AtomicFile(index_of(path)) as index, _locked(directory):
         garbage = _shards_of(path)

@@ -66,10 +66,10 @@ def save(
         metadata = tensors.metadata
     # Recipes, where there are some: a tensor that torch cannot hold can be copied all the same.
     values = tensors.entries if isinstance(tensors, LazyTensorDict) else tensors
-    promised = [meta_of(name, value, dtype=dtype) for name, value in values.items()]
-    with StreamingWriter(path, promised, metadata=metadata, max_shard_size=max_shard_size) as writer:
+    in_order = in_file_order([meta_of(name, value, dtype=dtype) for name, value in values.items()])
+    with StreamingWriter(path, in_order, metadata=metadata, max_shard_size=max_shard_size) as writer:
         overflows = {}
-        for meta in in_file_order(promised):
+        for meta in in_order:
             source = bytes_of(meta.name, values[meta.name], dtype=dtype)
             writer.copy(meta.name, source, progress)
             if isinstance(source, CastSource) and source.overflows:
@@ -108,7 +108,7 @@ def save_safetensors_streaming(
         >>> save_safetensors_streaming(model.state_dict().items(), "model.safetensors", meta)
     """
     target = os.fspath(filepath) if rename else f"{os.fspath(filepath)}.tmp"
-    with StreamingWriter(target, state_dict_meta) as writer:
+    with StreamingWriter(target, state_dict_meta, durable=rename) as writer:
         expected = iter(state_dict_meta)
         for name, tensor in tensor_iter:
             promise = next(expected, None)
@@ -119,7 +119,7 @@ def save_safetensors_streaming(
         missing = next(expected, None)
         if missing is not None:
             raise MissingTensorError(f"{target}: {quoted(missing.name)} and what follows it never came")
-        return str(writer.commit(durable=rename))
+        return str(writer.commit())
 
 
 def collect_state_dict_meta(tensor_iter: Iterable[tuple[str, torch.Tensor]]) -> StateDictMeta:

@@ -7,6 +7,7 @@ the first byte arrives, so nothing is held back, and a checkpoint that breaks th
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from contextlib import ExitStack, contextmanager
@@ -52,6 +53,8 @@ class StreamingWriter:
         state_dict_meta: The tensors that will be written, all of them, in any order.
         metadata: Text to store with them.
         max_shard_size: Split what is larger into files of at most so many bytes of tensors each.
+        durable: Have the bytes on the disk before the checkpoint appears. Without, a power failure soon after may
+            leave the name of a file without content.
 
     Example:
         >>> with StreamingWriter("mean.safetensors", [TensorMeta("w", "F32", (1024, 1024))]) as writer:
@@ -66,9 +69,11 @@ class StreamingWriter:
         *,
         metadata: Mapping[str, str] | None = None,
         max_shard_size: int | str | None = None,
+        durable: bool = True,
     ) -> None:
         self.path = os.path.join(path, "model.safetensors") if os.path.isdir(path) else os.fspath(path)
         self.path = os.path.realpath(self.path)
+        self._durable = durable
         self._places: dict[str, _Place] = {}
         self._shards: list[tuple[AtomicFile, list[str]]] = []
         self._lock = threading.Lock()
@@ -83,7 +88,7 @@ class StreamingWriter:
 
     def _start_file(self, state_dict_meta: Sequence[TensorMeta], metadata: Mapping[str, str] | None) -> None:
         layout = lay_out(state_dict_meta, metadata, self.path)
-        file = AtomicFile(self.path)
+        file = AtomicFile(self.path, durable=self._durable)
         self._shards.append((file, list(layout.header.tensors)))
         file.write_at(layout.start, 0)
         for name, span in layout.header.tensors.items():
@@ -112,7 +117,7 @@ class StreamingWriter:
         Args:
             name: Which tensor.
             source: Its bytes, row-major and little-endian.
-            progress: Called with the number of bytes after each tile.
+            progress: Called with a number of bytes each time some were written.
         """
         with self._remembering_failure():
             place = self._place(name, 0, source.nbytes)
@@ -130,12 +135,8 @@ class StreamingWriter:
             else:
                 copy_into(place.file, place.offset, source, self._tile(), written)
 
-    def commit(self, *, durable: bool = True) -> Path:
-        """Let the checkpoint appear, once all of its bytes are there.
-
-        Args:
-            durable: Wait until the bytes are on the disk before the name is. Without, a power failure soon after
-                may leave the name of a file without content.
+    def commit(self) -> Path:
+        """Let the checkpoint appear, once all of its bytes are there and on the disk.
 
         Returns:
             Where it is: the file, or the index of the shards.
@@ -144,10 +145,10 @@ class StreamingWriter:
             try:
                 self._check_complete()
                 if len(self._shards) == 1:
-                    self._committed = Path(publish_file(self._shards[0][0], durable=durable))
+                    self._committed = Path(publish_file(self._shards[0][0]))
                 else:
                     total_size = sum(place.nbytes for place in self._places.values())
-                    self._committed = Path(publish_shards(self._shards, self.path, total_size, durable=durable))
+                    self._committed = Path(publish_shards(self._shards, self.path, total_size))
             finally:
                 self.abort()
         return self._committed
@@ -208,7 +209,7 @@ class StreamingWriter:
     def _tile(self) -> memoryview:
         tile: memoryview | None = getattr(self._tiles, "tile", None)
         if tile is None:
-            tile = self._tiles.tile = memoryview(bytearray(TILE_BYTES))
+            tile = self._tiles.tile = memoryview(mmap.mmap(-1, TILE_BYTES))
         return tile
 
 

@@ -187,7 +187,7 @@ def test_progress_and_result(tmp_path: Path) -> None:
     path = save(nvflare_lazy.open(tmp_path / "m.safetensors"), tmp_path, progress=seen.append)
     assert path == tmp_path / "model.safetensors"
     assert sum(seen) == (12 << 20) + 20
-    assert len(seen) > 12
+    assert len(seen) > 6
     assert nvflare_lazy.open(path).nbytes == sum(seen)
 
 
