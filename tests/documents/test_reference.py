@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference says what the code takes: names, defaults, options, errors, words of the log, and where links lead."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import click
+import pytest
+
+import nvflare_lazy
+from nvflare_lazy import aggregation, errors, flare, formats, recipes, scratch
+from nvflare_lazy.aggregation.server_optimizers import ServerOptimizer, to_optimizer
+from nvflare_lazy.cli.program import program
+from nvflare_lazy.flare.round_log import ContributionRecord, RoundRecord
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+# Pages that others already link to. One that is there is checked like all the others.
+_TO_COME = {DOCS / "aggregation.md", DOCS / "own-rule.md"}
+_HEADING = re.compile(r"^#{1,6} (.*)$", re.MULTILINE)
+
+
+def sections(page: str) -> dict[str, str]:
+    """Return a page's text by heading, without the backticks and arguments a heading may have."""
+    parts = _HEADING.split((DOCS / page).read_text(encoding="utf-8"))
+    return {heading.replace("`", ""): text for heading, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def rows(text: str) -> list[list[str]]:
+    """Return the cells of all rows of the tables in a text, without the rows of headings."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    table = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    rule = [index for index, line in enumerate(lines) if set(line) <= set("|-")]
+    return [row for index, row in enumerate(table) if not any(index in (at, at - 1) for at in rule)]
+
+
+def words(cell: str) -> list[str]:
+    """Return what stands in backticks."""
+    return re.findall(r"`([^`]*)`", cell)
+
+
+def documented(text: str) -> dict[str, str]:
+    """Return arguments and their defaults from the tables in a text."""
+    return {words(row[0])[0]: words(row[1])[0] for row in rows(text) if len(row) == 3 and words(row[1])}
+
+
+def taken(callable_: object) -> dict[str, str]:
+    """Return arguments and their defaults from a signature."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(callable_).parameters.values()
+    return {part.name: _written(part.default) for part in parameters if part.kind in named}
+
+
+def _written(default: object) -> str:
+    # An enumeration's own form names its value twice.
+    return str(default) if type(default).__module__.startswith("nvflare.") else repr(default)
+
+
+@pytest.mark.parametrize("name", flare.__all__)
+def test_components(name):
+    """Each component has a section with exactly the arguments its constructor takes, and their defaults."""
+    assert documented(sections("reference/components.md")[name]) == taken(getattr(flare, name))
+
+
+def test_records():
+    """The records of a job are described field by field."""
+    text = sections("reference/components.md")["What a job leaves behind"]
+    described = {word for row in rows(text) for word in words(row[0])}
+    assert described == {field.name for kind in (ContributionRecord, RoundRecord) for field in fields(kind)}
+
+
+def test_server_optimizers():
+    """The table has the optimizers there are, with their arguments and defaults."""
+    described = {}
+    for name, arguments, _ in rows(sections("reference/components.md")["Server optimizers"]):
+        described[words(name)[0]] = dict(word.split("=") for word in words(arguments))
+    there_are = {}
+    for kind in _leaves(ServerOptimizer):
+        optimizer = to_optimizer(kind.name)
+        there_are[kind.name] = {field.name: repr(getattr(optimizer, field.name)) for field in fields(optimizer)}
+    assert described == there_are
+
+
+@pytest.mark.parametrize("name", recipes.__all__)
+def test_recipes(name):
+    """Each recipe has a section with the arguments that NVFlare's lacks, or has with another default."""
+    recipe = getattr(recipes, name)
+    own = taken(recipe)
+    bases = recipe.__mro__[1:] if inspect.isclass(recipe) else ()
+    inherited = {argument: default for base in reversed(bases) for argument, default in taken(base).items()}
+    expected = {argument: default for argument, default in own.items() if inherited.get(argument) != default}
+    described = documented(sections("reference/recipes.md")[name])
+    assert {argument: own[argument] for argument in described} == described
+    assert expected.keys() - described.keys() <= {"recipe", "model"}
+
+
+@pytest.mark.parametrize("name", program.list_commands(click.Context(program)))
+def test_commands(name):
+    """Each command has a section with its arguments in the heading and exactly its options in a table."""
+    command = program.get_command(click.Context(program), name)
+    by_heading = sections("reference/command-line.md")
+    heading = next(heading for heading in by_heading if heading.startswith(f"nvflare-lazy {name}"))
+    arguments = [part.metavar or part.name.upper() for part in command.params if isinstance(part, click.Argument)]
+    assert heading.split()[2:] == arguments
+    options = {option for part in command.params if isinstance(part, click.Option) for option in part.opts}
+    assert {words(row[0])[0] for row in rows(by_heading[heading])} == options
+
+
+@pytest.mark.parametrize("module", [nvflare_lazy, formats, aggregation, scratch], ids=lambda module: module.__name__)
+def test_names_of_a_module(module):
+    """A module's public names are all in the tables below its heading, and nothing else is."""
+    described = {
+        re.split(r"[(.]", word)[0]
+        for row in rows(sections("reference/python-api.md")[module.__name__])
+        for word in words(row[0])
+    }
+    assert described == set(module.__all__)
+
+
+@pytest.mark.parametrize("name", ["open", "save", "install"])
+def test_signatures(name):
+    """The functions of the package are shown with the arguments they take."""
+    cells = [word for row in rows(sections("reference/python-api.md")["nvflare_lazy"]) for word in words(row[0])]
+    shown = next(cell for cell in cells if cell.startswith(f"{name}("))
+    parsed = ast.parse(f"def {shown}: ...").body[0].args
+    assert [part.arg for part in (*parsed.args, *parsed.kwonlyargs)] == [*taken(getattr(nvflare_lazy, name))]
+
+
+def test_names_of_transport():
+    """The names for components of one's own are where the table says."""
+    table = rows(sections("reference/python-api.md")["nvflare_lazy.transport"])
+    assert table
+    for module, names in ((words(row[0])[0], words(row[1])) for row in table):
+        found = import_module(f"nvflare_lazy.transport.{module}")
+        assert names
+        assert [name for name in names if not hasattr(found, name)] == []
+
+
+def test_errors():
+    """Every error that a user can meet is in the tables of troubleshooting, and none that does not exist."""
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+Error)`", text))
+    assert {kind.__name__ for kind in _leaves(errors.NVFlareLazyError)} <= named
+    assert {name for name in named if not hasattr(errors, name)} == set()
+
+
+def test_log_lines():
+    """The words of the log that are explained are words of the log: what stands between `…` is in the source."""
+    constants = {
+        node.value
+        for path in (ROOT / "nvflare_lazy").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    table = rows(sections("troubleshooting.md")["Lines of the log"])
+    for cell, meaning, _ in table:
+        if "NVFlare's own" in meaning:
+            continue
+        for line in words(cell):
+            for part in filter(None, line.split("…")):
+                assert any(part in constant for constant in constants), f"{part!r} of `{line}` is in no message"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links(page):
+    """Links between documents lead somewhere: to a file, and to a heading if they name one."""
+    prose = re.sub(r"^ *(```|~~~).*?^ *\1", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if target.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        if found in _TO_COME and not found.exists():
+            continue
+        assert found.exists(), f"{page}: {target}"
+        if anchor:
+            headings = _HEADING.findall(found.read_text(encoding="utf-8"))
+            assert anchor in [_slug(heading) for heading in headings], f"{page}: {target}"
+
+
+def test_index():
+    """The index has every document below docs/."""
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    missing = [page for page in DOCS.rglob("*.md") if f"({page.relative_to(DOCS)})" not in index]
+    assert missing == [DOCS / "README.md"]
+
+
+def _leaves(kind: type) -> list[type]:
+    below = kind.__subclasses__()
+    return [leaf for sub in below for leaf in _leaves(sub)] if below else [kind]
+
+
+def _slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
