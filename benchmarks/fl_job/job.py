@@ -36,8 +36,9 @@ class FLJob:
         controller_path: Another controller than FedAvg.
         components: Further components of the server's configuration.
         filters: The server's filters of task results.
+        client_filters: The clients' filters of task results.
         trainer: Another client script.
-        files: Further files for the job's `custom` folder.
+        files: Further files and folders for the job's `custom` folder.
     """
 
     mode: str = "stock"
@@ -56,6 +57,7 @@ class FLJob:
     controller_path: str = "nvflare.app_common.workflows.fedavg.FedAvg"
     components: tuple[dict[str, Any], ...] = ()
     filters: tuple[dict[str, Any], ...] = ()
+    client_filters: tuple[dict[str, Any], ...] = ()
     trainer: Path | None = None
     files: tuple[Path, ...] = ()
 
@@ -82,7 +84,10 @@ class FLJob:
         shutil.copy(here / "synthetic_model.py", custom)
         shutil.copy(self.trainer or here / "trainer.py", custom / "trainer.py")
         for file in self.files:
-            shutil.copy(file, custom)
+            if file.is_dir():
+                shutil.copytree(file, custom / file.name)
+            else:
+                shutil.copy(file, custom)
         meta = {"name": folder.name, "min_clients": self.clients, "deploy_map": {"app": ["@ALL"]}, "resource_spec": {}}
         for path, content in (
             (folder / "meta.json", meta),
@@ -125,7 +130,7 @@ class FLJob:
             "workflows": [{"id": "controller", "path": self.controller_path, "args": controller}],
             "components": components,
             "task_data_filters": [],
-            "task_result_filters": [{"tasks": ["*"], "filters": list(self.filters)}] if self.filters else [],
+            "task_result_filters": _filters(self.filters),
         }
 
     def client(self) -> dict[str, Any]:
@@ -151,5 +156,9 @@ class FLJob:
             "executors": [{"tasks": ["*"], "executor": {"path": path, "args": executor}}],
             "components": [plugin] if both else [],
             "task_data_filters": [],
-            "task_result_filters": [],
+            "task_result_filters": _filters(self.client_filters),
         }
+
+
+def _filters(filters: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
+    return [{"tasks": ["*"], "filters": list(filters)}] if filters else []

@@ -154,7 +154,9 @@ def run_in_poc(
     folder = job.write(directory / "job")
     scratch = directory / "scratch"
     scratch.mkdir(mode=0o700)
-    with Deployment(directory, job.clients, {"NVFLARE_LAZY_SCRATCH": str(scratch), **(environment or {})}) as deployment:
+    with Deployment(
+        directory, job.clients, {"NVFLARE_LAZY_SCRATCH": str(scratch), **(environment or {})}
+    ) as deployment:
         session = deployment.session()
         wait_for_clients(session, job.clients)
         started = time.time()

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFlare's own filters on the server's receiving path, with results that are lazy when the filter gets them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import nvflare_lazy
+from benchmarks.fl_job import FLJob
+from integration_tests.conftest import JobRunner, records, server_app
+from integration_tests.expected import next_global, start, ulps
+
+FILTERS = Path(__file__).parent / "filters"
+
+
+def test_exclude_vars_and_percentile_privacy(run_job: JobRunner):
+    """One takes tensors out unread, the other computes with all of them; the job goes on with what is left."""
+    job = FLJob(
+        mode="lazy",
+        exchange="numpy",
+        difference=True,
+        model_mib=1,
+        tensors=4,
+        rounds=1,
+        filters=(
+            {"path": "nvflare.app_common.filters.exclude_vars.ExcludeVars", "args": {"exclude_vars": ["layer00000"]}},
+            {
+                "path": "nvflare.app_common.filters.percentile_privacy.PercentilePrivacy",
+                "args": {"percentile": 0, "gamma": 100.0},
+            },
+        ),
+    )
+    result = run_job(job)
+    saved = nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors")
+    assert np.array_equal(saved["layer00000"].numpy(), start(0, job.elements))
+    # The filter divides by the number of steps and multiplies again.
+    assert ulps(saved["layer00003"].numpy(), next_global(start(3, job.elements), [1, 2], difference=True)) < 8
+    (record,) = records(result, "round")
+    assert record["took_part"] == ["site-1", "site-2"]
+
+
+def test_quantized_results(run_job: JobRunner):
+    """Clients quantize to float16, the server dequantizes lazily received tensors, and the mean is right to float16."""
+    job = FLJob(
+        mode="lazy",
+        model_mib=1,
+        tensors=4,
+        rounds=2,
+        filters=({"path": "nvflare.app_opt.pt.quantization.dequantizer.ModelDequantizer"},),
+        client_filters=(
+            {
+                "path": "nvflare.app_opt.pt.quantization.quantizer.ModelQuantizer",
+                "args": {"quantization_type": "float16"},
+            },
+        ),
+        files=(FILTERS / "bitsandbytes",),
+    )
+    result = run_job(job)
+    saved = nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors")
+    value = start(1, job.elements)
+    for _ in range(job.rounds):
+        value = next_global(value, [1, 2]).astype(np.float32)
+    assert saved["layer00001"].dtype == torch.float32
+    assert np.allclose(saved["layer00001"].numpy(), value, rtol=2e-3)
