@@ -159,17 +159,18 @@ class LazyTensor(DirectUses):
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
+        others = tuple(other for other in types if not issubclass(LazyTensor, other))
+        if others:
+            # Somebody else's tensors take part: what comes of them and an ordinary tensor is theirs to say.
+            answers = (other.__torch_function__(func, others, args, kwargs) for other in others)  # type: ignore[attr-defined]
+            return next((answer for answer in answers if answer is not NotImplemented), NotImplemented)
         with _loads.shared(), torch._C.DisableTorchFunctionSubclass():
             if kwargs.get("out") is not None:
                 # For an argument of a class of its own, torch may compute a new result and forget about `out`.
                 if _holds_lazy(kwargs["out"]):
                     refuse_write(f"{func.__name__}(out=...)")
                 args, kwargs = _replaced((args, kwargs), _load_with_gradient)
-            if all(issubclass(LazyTensor, other) for other in types):
-                return func(*args, **kwargs)
-            args, kwargs = _replaced((args, kwargs), _load_with_gradient)
-        # Somebody else's tensors: what comes of them and an ordinary tensor is theirs to say.
-        return func(*args, **kwargs)
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates its own without `func`

@@ -20,70 +20,12 @@ from torch.utils import _pytree
 
 from nvflare_lazy.errors import ImmutableTensorError
 from nvflare_lazy.tensors import dtypes
-from nvflare_lazy.tensors.byte_source import ByteSource, MemorySource, open_source
+from nvflare_lazy.tensors.byte_source import MemorySource, open_source
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.raw_bytes import storage_bytes
+from tests.tensors.lazily import CountingSource, Untouchable, assert_same, lazy, random
 
 ALL_DTYPES = [row.torch for row in dtypes.ELEMENT_TYPES if row.torch is not None]
-
-
-class CountingSource(MemorySource):
-    """Counts the bytes that are read from it."""
-
-    bytes_read = 0
-
-    def _read_into(self, buffer: memoryview, offset: int) -> None:
-        self.bytes_read += len(buffer)
-        super()._read_into(buffer, offset)
-
-
-class Untouchable(ByteSource):
-    """Fails the test when anything is read from it."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def _read_into(self, buffer: memoryview, offset: int) -> None:
-        raise AssertionError("this use must cost no I/O")
-
-    def describe(self) -> str:
-        return "the untouchable"
-
-
-def lazy(tensor: torch.Tensor) -> LazyTensor:
-    contiguous = tensor.detach().contiguous()
-    source = MemorySource(bytes(storage_bytes(contiguous)))
-    return LazyTensor(source, tensor.dtype, tuple(tensor.shape))
-
-
-def random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(7)
-    data = torch.randint(
-        0, 100, (int(np.prod(shape, dtype=int)) * dtype.itemsize,), dtype=torch.uint8, generator=generator
-    )
-    if dtype == torch.bool:
-        data %= 2
-    return data.view(dtype).reshape(shape)
-
-
-def assert_same(got: object, expected: object) -> None:
-    """Equality of type, dtype, shape and bits, through containers."""
-    got_leaves, got_spec = _pytree.tree_flatten(got)
-    leaves, spec = _pytree.tree_flatten(expected)
-    assert got_spec == spec
-    for a, b in zip(got_leaves, leaves, strict=True):
-        if isinstance(b, torch.Tensor):
-            assert isinstance(a, torch.Tensor)
-            assert (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
-            a, b = a.detach().resolve_conj().contiguous(), b.detach().resolve_conj().contiguous()
-            a = a.materialize() if isinstance(a, LazyTensor) else a
-            assert bytes(storage_bytes(a)) == bytes(storage_bytes(b))
-        elif isinstance(b, np.ndarray):
-            assert a.dtype == b.dtype
-            np.testing.assert_array_equal(a, b)
-        else:
-            assert a == b
-
 
 X = random(torch.float32, 6, 8).nan_to_num() % 7 + 1
 Y = torch.arange(48, dtype=torch.float32).reshape(6, 8) + 1
