@@ -34,6 +34,9 @@ _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+if _fallocate is not None:
+    _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class AtomicFile:
@@ -63,6 +66,18 @@ class AtomicFile:
         self._users = 0
         self._unflushed = 0
         self._closed = False
+
+    def reserve(self, nbytes: int) -> None:
+        """Have room for so many bytes on the disk, or find out now that there is none.
+
+        Writing a gigabyte to a file that has its room took two thirds of the time. Python's own `posix_fallocate` would
+        write all of it once where the file system cannot reserve; this does nothing there.
+        """
+        with self.descriptor() as fd:
+            if nbytes and _fallocate is not None and _fallocate(fd, 0, 0, nbytes) != 0:
+                number = ctypes.get_errno()
+                if number in _OUT_OF_SPACE:
+                    raise OSError(number, os.strerror(number))
 
     def write_at(self, data: Buffer, offset: int) -> None:
         """Write all of `data` at `offset`; from many threads, if they like."""

@@ -90,6 +90,7 @@ class StreamingWriter:
         layout = lay_out(state_dict_meta, metadata, self.path)
         file = AtomicFile(self.path, durable=self._durable)
         self._shards.append((file, list(layout.header.tensors)))
+        file.reserve(layout.nbytes)
         file.write_at(layout.start, 0)
         for name, span in layout.header.tensors.items():
             if name in self._places:
