@@ -13,6 +13,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from tests.measure import rss_anon
 
@@ -54,34 +55,42 @@ class PeakMemory:
         self.growth = max(self.growth, rss_anon() - self._before)
 
 
+class Turn(NamedTuple):
+    """How long one run took: on the clock, and of all processors together."""
+
+    seconds: float
+    cpu_seconds: float
+
+
 def in_turns(
     rivals: Mapping[str, Callable[[], object]], rounds: int, before: Callable[[], object] = os.sync
-) -> dict[str, list[float]]:
-    """Return the seconds each rival took in each round; each round begins with another one.
+) -> dict[str, list[Turn]]:
+    """Return what each rival took in each round; each round begins with another one.
 
     Args:
         rivals: What to measure.
         rounds: How often.
         before: Called before each measurement, untimed.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in rivals}
+    turns: dict[str, list[Turn]] = {name: [] for name in rivals}
     names = list(rivals)
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             before()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             rivals[name]()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
+            turns[name].append(Turn(time.perf_counter() - start, time.process_time() - cpu_start))
+    return turns
 
 
-def show_rates(seconds: Mapping[str, list[float]], nbytes: int, rival: str) -> None:
-    """Print the median rate of each, from worst to best round, and the ratio to one of them."""
-    reference = statistics.median(seconds[rival])
-    for name, times in seconds.items():
-        rates = sorted(nbytes / taken / 1e9 for taken in times)
-        ratio = reference / statistics.median(times)
+def show_rates(turns: Mapping[str, list[Turn]], nbytes: int, rival: str) -> None:
+    """Print the median rate of each, its worst and best round, what a processor did, and the ratio to one of them."""
+    reference = statistics.median(turn.seconds for turn in turns[rival])
+    for name, taken in turns.items():
+        rates = sorted(nbytes / turn.seconds / 1e9 for turn in taken)
+        per_cpu = statistics.median(nbytes / turn.cpu_seconds / 1e9 for turn in taken)
+        ratio = reference / statistics.median(turn.seconds for turn in taken)
         print(
-            f"  {name:34} {statistics.median(rates):6.2f} GB/s  ({rates[0]:.2f} to {rates[-1]:.2f})"
-            f"   {ratio:5.2f} × {rival}"
+            f"  {name:34} {statistics.median(rates):6.2f} GB/s  ({rates[0]:.2f} to {rates[-1]:.2f}),"
+            f" {per_cpu:6.2f} GB a CPU second   {ratio:5.2f} × {rival}"
         )
