@@ -13,7 +13,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from tests.measure import rss_anon
 
@@ -55,10 +54,9 @@ class PeakMemory:
         self.growth = max(self.growth, rss_anon() - self._before)
 
 
-class Turn(NamedTuple):
-    """How long one run took: on the clock, and of all processors together."""
+class Turn(float):
+    """How many seconds one run took on the clock, and how many of all processors together."""
 
-    seconds: float
     cpu_seconds: float
 
 
@@ -79,17 +77,19 @@ def in_turns(
             before()
             start, cpu_start = time.perf_counter(), time.process_time()
             rivals[name]()
-            turns[name].append(Turn(time.perf_counter() - start, time.process_time() - cpu_start))
+            turn = Turn(time.perf_counter() - start)
+            turn.cpu_seconds = time.process_time() - cpu_start
+            turns[name].append(turn)
     return turns
 
 
 def show_rates(turns: Mapping[str, list[Turn]], nbytes: int, rival: str) -> None:
     """Print the median rate of each, its worst and best round, what a processor did, and the ratio to one of them."""
-    reference = statistics.median(turn.seconds for turn in turns[rival])
+    reference = statistics.median(turns[rival])
     for name, taken in turns.items():
-        rates = sorted(nbytes / turn.seconds / 1e9 for turn in taken)
+        rates = sorted(nbytes / turn / 1e9 for turn in taken)
         per_cpu = statistics.median(nbytes / turn.cpu_seconds / 1e9 for turn in taken)
-        ratio = reference / statistics.median(turn.seconds for turn in taken)
+        ratio = reference / statistics.median(taken)
         print(
             f"  {name:34} {statistics.median(rates):6.2f} GB/s  ({rates[0]:.2f} to {rates[-1]:.2f}),"
             f" {per_cpu:6.2f} GB a CPU second   {ratio:5.2f} × {rival}"
