@@ -59,6 +59,7 @@ def test_quantized_results(run_job: JobRunner):
         files=(FILTERS / "bitsandbytes",),
     )
     result = run_job(job)
+    assert "Dequantized" in result.server_log
     saved = nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors")
     value = start(1, job.elements)
     for _ in range(job.rounds):

@@ -70,7 +70,7 @@ def test_a_robust_rule_stands_a_client_that_the_mean_does_not(run, net):
     arguments = {**ARGUMENTS, "model": net.Net(16), "min_clients": 4, "train_args": "--poison site-4"}
     mean = run(FedAvgRecipe(name="mean", **arguments), clients=4)
     trimmed = run(FedAvgRecipe(name="trimmed", aggregation="trimmed_mean", **arguments), clients=4)
-    assert accuracy(net, mean / "FL_global_model.safetensors") < 0.6
+    assert accuracy(net, mean / "FL_global_model.safetensors") < 0.75
     assert accuracy(net, trimmed / "FL_global_model.safetensors") > 0.9
 
 

@@ -161,4 +161,4 @@ class FLJob:
 
 
 def _filters(filters: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
-    return [{"tasks": ["*"], "filters": list(filters)}] if filters else []
+    return [{"tasks": ["train"], "filters": list(filters)}] if filters else []
