@@ -53,6 +53,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, or name the one that was probably meant."""
         known = self.list_commands(ctx)
         if args[0] not in known and not args[0].startswith("-"):
             close = get_close_matches(args[0], known, n=1)
