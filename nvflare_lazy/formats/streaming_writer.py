@@ -22,6 +22,7 @@ from nvflare_lazy.formats.safetensors_layout import TensorMeta, lay_out, split_i
 from nvflare_lazy.formats.strict_json import quoted
 from nvflare_lazy.formats.written_ranges import WrittenRanges
 from nvflare_lazy.tensors.sizes import parse_size
+from nvflare_lazy.tensors.strided_source import StridedSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 # Each is an open file until all of them are whole.
 _MOST_SHARDS = 500
 _MEMORY_PART_BYTES = 64 << 20
+_STRIDED_TILE_BYTES = 16 << 20
 
 
 class _Place(NamedTuple):
@@ -134,7 +136,7 @@ class StreamingWriter:
                     place.file.write_at(part, place.offset + begin)
                     written(begin, begin + len(part))
             else:
-                copy_into(place.file, place.offset, source, self._tile(), written)
+                copy_into(place.file, place.offset, source, self._tile(source), written)
 
     def commit(self) -> Path:
         """Let the checkpoint appear, once all of its bytes are there and on the disk.
@@ -207,7 +209,10 @@ class StreamingWriter:
                     f"{self.path}: bytes {gap[0]} to {gap[1]} of tensor {quoted(name)} were never written"
                 )
 
-    def _tile(self) -> memoryview:
+    def _tile(self, source: ByteSource) -> memoryview:
+        if isinstance(source, StridedSource):
+            # A tile of a transposed tensor is read from all over it: the fewer tiles, the fewer times it is read.
+            return memoryview(mmap.mmap(-1, _STRIDED_TILE_BYTES))
         tile: memoryview | None = getattr(self._tiles, "tile", None)
         if tile is None:
             tile = self._tiles.tile = memoryview(mmap.mmap(-1, TILE_BYTES))

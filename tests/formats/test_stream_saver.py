@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import nvflare_lazy
+from benchmarks.measuring import PeakMemory
 from nvflare_lazy.errors import (
     DuplicateKeyError,
     HeaderTooLargeError,
@@ -189,6 +190,29 @@ def test_progress_and_result(tmp_path: Path) -> None:
     assert sum(seen) == (12 << 20) + 20
     assert len(seen) > 6
     assert nvflare_lazy.open(path).nbytes == sum(seen)
+
+
+@pytest.mark.parametrize("how", ["as it is", "cast", "transposed", "in a stream", "sharded"])
+def test_memory_of_a_save(tmp_path: Path, how: str) -> None:
+    """However large a lazy tensor is and whatever is done to it on its way, a save takes a few tiles of memory."""
+    save({name: torch.zeros(4096, 4096) for name in ("warm", "up")}, tmp_path / "source.safetensors")
+    tensors = nvflare_lazy.open(tmp_path / "source.safetensors")
+    options: dict[str, Any] = {"cast": {"dtype": torch.float64}, "sharded": {"max_shard_size": "64MiB"}}.get(how, {})
+
+    def run() -> None:
+        if how == "in a stream":
+            meta = collect_state_dict_meta(tensors.items())
+            save_safetensors_streaming(tensors.items(), tmp_path / "m.safetensors", meta)
+        elif how == "transposed":
+            save({name: tensor.T for name, tensor in tensors.items()}, tmp_path / "m.safetensors")
+        else:
+            save(tensors, tmp_path / "m.safetensors", **options)
+
+    run()
+    with PeakMemory() as memory:
+        run()
+    assert memory.growth < (32 if how == "transposed" else 8) << 20
+    assert nvflare_lazy.open(tmp_path / "m.safetensors").nbytes == (128 << 20) * (2 if how == "cast" else 1)
 
 
 def sparse() -> torch.Tensor:

@@ -236,6 +236,23 @@ def test_a_server_copies_what_it_will(tmp_path: Path, monkeypatch, mood: str) ->
     assert (server.copied > 0) == (mood in ("short copies", "halfway"))
 
 
+def test_which_file_systems_have_a_server(tmp_path: Path, monkeypatch) -> None:
+    """Network file systems are recognized in the kernel's list of mounts, also behind optional fields."""
+    mounts = (
+        "22 1 254:0 / / rw,relatime - ext4 /dev/root rw\n"
+        "40 22 0:51 / /data rw,relatime shared:1 master:2 - nfs4 server:/data rw,vers=4.2\n"
+        "41 22 0:52 / /share rw - cifs //server/share rw\n"
+    )
+    (tmp_path / "mountinfo").write_text(mounts)
+    monkeypatch.setattr(copying, "_MOUNTS", tmp_path / "mountinfo")
+    copying._server_copies.cache_clear()
+    try:
+        devices = [os.makedev(254, 0), os.makedev(0, 51), os.makedev(0, 52), os.makedev(0, 99)]
+        assert [copying._server_copies(device) for device in devices] == [False, True, True, False]
+    finally:
+        copying._server_copies.cache_clear()
+
+
 def test_a_server_that_fails(tmp_path: Path, monkeypatch) -> None:
     """An error of the disk is not mistaken for a file system that cannot copy."""
     save({"a": torch.randn(1_000_003)}, tmp_path / "one")
