@@ -18,9 +18,7 @@ from typing import NamedTuple
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
 
-_SHARD = re.compile(
-    r"(?P<stem>.*)-(?P<number>\d{5,})-of-(?P<of>\d{5,})(?:\.g(?P<generation>\d+))?\.safetensors", re.S
-)
+_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5,})-of-(?P<of>\d{5,})(?:\.g(?P<generation>\d+))?\.safetensors", re.S)
 
 
 class ShardName(NamedTuple):
