@@ -239,7 +239,7 @@ def test_memory(tmp_path):
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopped(start, tmp_path, signum):
     """A conversion that is stopped leaves nothing, says nothing, and ends as one that was stopped."""
-    write_sparse(tmp_path / "in", {"w": ("F32", (64, 1 << 30))})
+    write_sparse(tmp_path / "in", {"w": ("F32", (2, 1 << 30))})
     (tmp_path / "out").mkdir()
     process = start("convert", "in", "out")
     while written(process.pid) < 16 << 20:
