@@ -14,6 +14,13 @@ from benchmarks.fl_job import FLJob, RunResult, run_in_simulator
 from nvflare_lazy.flare.round_log import FILE_NAME
 
 JobRunner = Callable[..., RunResult]
+SLOW_TEST_SECONDS = 3600
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TEST_SECONDS))
 
 
 @pytest.fixture

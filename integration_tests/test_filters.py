@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import nvflare_lazy
@@ -42,6 +43,7 @@ def test_exclude_vars_and_percentile_privacy(run_job: JobRunner):
     assert record["took_part"] == ["site-1", "site-2"]
 
 
+@pytest.mark.slow
 def test_quantized_results(run_job: JobRunner):
     """Clients quantize to float16, the server dequantizes lazily received tensors, and the mean is right to float16."""
     job = FLJob(

@@ -18,7 +18,11 @@ FAULTY = Path(__file__).parent / "faulty_trainer.py"
 
 @pytest.mark.parametrize(
     ("mode", "exchange", "difference"),
-    [("lazy", "pytorch", False), ("lazy-both", "pytorch", True), ("lazy", "numpy", True)],
+    [
+        ("lazy", "pytorch", False),
+        pytest.param("lazy-both", "pytorch", True, marks=pytest.mark.slow),
+        ("lazy", "numpy", True),
+    ],
 )
 def test_the_model_is_the_exact_mean_rounded_once(run_job: JobRunner, mode, exchange, difference):
     """Within one unit in the last place of the exact weighted mean, in every form of exchange; nothing is left over."""
@@ -76,6 +80,7 @@ def test_a_client_killed_while_it_sends_is_done_without(run_job: JobRunner):
     assert not left_in(result.workspace.parent / "scratch")
 
 
+@pytest.mark.slow
 def test_the_same_bits_whoever_comes_first(run_job: JobRunner):
     """Two runs of the same job, in which results arrive as they like, save the same file."""
     job = FLJob(mode="lazy", clients=4, model_mib=1, tensors=8, rounds=1, dtype="bfloat16")

@@ -65,6 +65,7 @@ def test_fedavg_learns_selects_the_best_model_and_evaluates_across_sites(run, ne
     assert all(torch.equal(written[name], saved[name]) for name in saved)
 
 
+@pytest.mark.slow
 def test_a_robust_rule_stands_a_client_that_the_mean_does_not(run, net):
     """With one client of four that sends nonsense, the mean is ruined and the trimmed mean learns."""
     arguments = {**ARGUMENTS, "model": net.Net(16), "min_clients": 4, "train_args": "--poison site-4"}
@@ -74,6 +75,7 @@ def test_a_robust_rule_stands_a_client_that_the_mean_does_not(run, net):
     assert accuracy(net, trimmed / "FL_global_model.safetensors") > 0.9
 
 
+@pytest.mark.slow
 def test_fedopt_learns_and_keeps_its_state_on_disk(run, net):
     """SGD with momentum and a schedule on the server; statistics of the normalization are averaged."""
     recipe = FedOptRecipe(
@@ -92,6 +94,7 @@ def test_fedopt_learns_and_keeps_its_state_on_disk(run, net):
     assert list((app / "optimizer").iterdir())
 
 
+@pytest.mark.slow
 def test_scaffold_learns(run, net):
     """Control variates go out and come back through NVFlare's own helper on the client."""
     recipe = ScaffoldRecipe(
