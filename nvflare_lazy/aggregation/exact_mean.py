@@ -3,7 +3,7 @@
 
 What almost every rule ends in. Results in 8 and 16 bits, and integers, are held to more: they are the exact mean,
 correctly rounded, in every element. Mostly the processor's inexact flag shows that the plain sum was exact. Where it
-was not, the tile is summed again in twice the precision, and what even that cannot decide is computed in fractions.
+was not, the few elements that come out next to a halfway point are summed again, exactly.
 """
 
 from __future__ import annotations
@@ -11,27 +11,34 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
+from nvflare_lazy.aggregation.exact_sum import (
+    ExactSum,
+    as_python,
+    from_python,
+    pick,
+    put,
+    round_to_odd,
+    significant_bits,
+)
 from nvflare_lazy.aggregation.inexact_flag import inexact_flag
-from nvflare_lazy.aggregation.memory import Arena
-from nvflare_lazy.aggregation.rounding import FLOATS, NARROW, ROUNDING_BYTES, SAME_WIDTH, round_into
+from nvflare_lazy.aggregation.rounding import FLOATS, NARROW, ROUNDING_BYTES, round_into, to_precision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from nvflare_lazy.aggregation.rounding import Rows
+    from nvflare_lazy.aggregation.memory import Arena
 
 #: What a mean takes of an arena for each element, beside the values.
-MEAN_BYTES = 6 * 8 + ROUNDING_BYTES
-# With a float32 or a narrower integer, the product of a whole weight below this is exact.
-_EXACT_PRODUCTS = 1 << 29
-_AT_MOST_24_BITS = NARROW | {torch.float32, torch.int8, torch.uint8, torch.int16, torch.uint16}
-_LARGEST_EXACT_INTEGER = 2.0**52
-_FRACTIONS_AT_ONCE = 4096
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MEAN_BYTES = 3 * 8 + ROUNDING_BYTES
+_LARGEST_TOTAL = 1 << 38
+_LARGEST_EXACT_INTEGER = 2.0**51
+_ROW = 512
+_MOST_AT_ONCE = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -65,13 +72,61 @@ class Weights:
         scale = math.lcm(*(weight.denominator for weight in exact))
         counts = [int(weight * scale) for weight in exact]
         divisor = math.gcd(*counts)
-        if sum(counts) // divisor < _EXACT_PRODUCTS:
+        whole = sum(counts) // divisor < _LARGEST_TOTAL
+        if whole:
             exact = [Fraction(count // divisor) for count in counts]
-            whole = True
-        else:
-            whole = False
         total = sum(exact, start=Fraction(0))
         return cls(tuple(map(float, exact[:-1])), float(total), whole, total)
+
+    @cached_property
+    def terms(self) -> list[tuple[int, float]]:
+        """Who counts, and how much."""
+        return [(index, factor) for index, factor in enumerate(self.factors) if factor]
+
+    @cached_property
+    def is_power_of_two(self) -> bool:
+        """Whether dividing by the total is exact."""
+        return math.frexp(self.total)[0] == 0.5
+
+    @cached_property
+    def guarded(self) -> Weights:
+        """The same ratios, for sums whose quotients must not be mistaken for halfway points.
+
+        All weights are multiples of a guard of four bits. So a sum that is exact never needs the last bits of float64;
+        and without these, its quotient cannot come so close to a halfway point that float64 takes it for one. The guard
+        is one with which the quotients that are halfway points come out right by multiplication as well.
+        """
+        if not self.whole or self.is_power_of_two:
+            return self
+        guard = next((guard for guard in range(9, 64, 2) if _divides_by_multiplying(guard * self.total)), 9)
+        return Weights(
+            tuple(guard * factor for factor in self.factors), guard * self.total, True, guard * self.exact_total
+        )
+
+    @cached_property
+    def reciprocal(self) -> float | None:
+        """What to multiply by instead of dividing by the total, if that gives the same halfway points."""
+        return 1.0 / self.total if self.is_power_of_two or _divides_by_multiplying(self.total) else None
+
+    @cached_property
+    def _fused(self) -> dict[torch.dtype, list[bool]]:
+        return {}
+
+    def fused(self, dtype: torch.dtype) -> list[bool]:
+        """Return for each term whether its products with values of a type are exact."""
+        known = self._fused.get(dtype)
+        if known is None:
+            bits = significant_bits(dtype)
+            known = [
+                factor == 1.0 or (self.whole and bits + int(factor).bit_length() <= 53) for _, factor in self.terms
+            ]
+            self._fused[dtype] = known
+        return known
+
+
+def _divides_by_multiplying(total: float) -> bool:
+    """Whether a short number times the total, times its reciprocal, is that number again in spite of the rounding."""
+    return abs(Fraction(1.0 / total) * Fraction(total) - 1) < Fraction(1, 1 << 54)
 
 
 def mean_into(out: torch.Tensor, read: Callable[[int], torch.Tensor], weights: Weights, arena: Arena) -> None:
@@ -84,14 +139,16 @@ def mean_into(out: torch.Tensor, read: Callable[[int], torch.Tensor], weights: W
         arena: Memory for what happens on the way.
     """
     mark = arena.mark()
-    mean = _Mean(out, read, weights, arena)
-    is_exact = mean.add_up()
     if out.dtype in FLOATS and out.dtype not in NARROW:
-        round_into(out, mean.quotient(), arena)
+        mean = _Mean(out, read, weights, arena)
+        mean.add_up()
+        round_into(out, mean.divide(), arena)
     else:
-        if not is_exact:
-            mean.add_up_twice_as_precise()
-        mean.finish()
+        mean = _Mean(out, read, weights.guarded, arena)
+        if mean.add_up():
+            round_into(out, mean.divide_exact(), arena)
+        else:
+            mean.finish_carefully()
     arena.give_back(mark)
 
 
@@ -100,154 +157,146 @@ def sum_into(out: torch.Tensor, read: Callable[[int], torch.Tensor], weights: We
     mark = arena.mark()
     mean = _Mean(out, read, weights, arena)
     mean.add_up()
-    out.copy_(mean.quotient())
+    out.copy_(mean.divide())
     arena.give_back(mark)
 
 
 class _Mean:
-    """Sums of weighted values: `_sum`, and once that had to be rounded, what is missing in it, to within `_doubt`."""
-
     def __init__(self, out: torch.Tensor, read: Callable[[int], torch.Tensor], weights: Weights, arena: Arena) -> None:
         self._out = out
         self._read = read
         self._weights = weights
         self._arena = arena
-        self._terms = [(index, factor) for index, factor in enumerate(weights.factors) if factor]
-        self._sum, self._term = (arena.take(torch.float64, out.numel()) for _ in range(2))
-        self._missing: torch.Tensor | None = None
-        self._doubt: torch.Tensor | None = None
-        self._undecided: list[torch.Tensor] = []
+        self._sum = arena.take(torch.float64, out.numel())
+        self._term = arena.take(torch.float64, out.numel())
 
     def add_up(self) -> bool:
-        """Sum the terms; return whether the sums are known to be exact."""
-        # With more threads than this one, the flag would see a part of the work.
-        flag = inexact_flag() if torch.get_num_threads() == 1 else None
-        exact = flag is not None and self._weights.whole
-        for number, (index, factor) in enumerate(self._terms):
+        """Sum the terms; return whether the sums are known to be exact and, where integers are wanted, below 2^51."""
+        flag = inexact_flag() if self._weights.whole else None
+        exact = flag is not None
+        total, term = self._sum, self._term
+        for number, (index, factor) in enumerate(self._weights.terms):
             values = self._read(index)
             if flag is not None:
                 flag.clear()
             if number == 0:
-                self._sum.copy_(values)
+                total.copy_(values)
                 if factor != 1.0:
-                    self._sum.mul_(factor)
+                    total.mul_(factor)
+            # Whether multiply-and-add rounds once or twice depends on where in a tile an element stands. So it is left
+            # to cases in which the product is exact.
+            elif self._weights.fused(values.dtype)[number]:
+                total.add_(term.copy_(values), alpha=factor)
             else:
-                self._term.copy_(values)
-                # Whether multiply-and-add rounds once or twice depends on where in a tile an element stands. So it
-                # is left to cases in which the product is exact.
-                if factor == 1.0 or (self._weights.whole and values.dtype in _AT_MOST_24_BITS):
-                    self._sum.add_(self._term, alpha=factor)
-                else:
-                    self._sum.add_(self._term.mul_(factor))
+                total.add_(term.copy_(values).mul_(factor))
             exact = exact and flag is not None and not flag.is_up()
+        if exact and self._out.dtype not in FLOATS and total.numel():
+            exact = bool(torch.abs(total, out=term).amax() < _LARGEST_EXACT_INTEGER)
         return exact
 
-    def add_up_twice_as_precise(self) -> None:
-        """Sum the terms once more, with all that the sums round away (Knuth's TwoSum)."""
-        arena, count = self._arena, self._out.numel()
-        missing, doubt, total, error = (arena.take(torch.float64, count).zero_() for _ in range(4))
-        self._sum.zero_()
-        for index, factor in self._terms:
-            values = self._read(index)
-            for part in (factor,) if self._weights.whole else _halves(factor):
-                term = self._term.copy_(values).mul_(part)
-                if values.dtype not in _AT_MOST_24_BITS:
-                    doubt.add_(torch.abs(term, out=error), alpha=2.0**-52)
-                torch.add(self._sum, term, out=total)
-                torch.sub(total, self._sum, out=error)
-                term.sub_(error)
-                torch.sub(total, error, out=error)
-                torch.sub(self._sum, error, out=error).add_(term)
-                missing.add_(error)
-                # What is missing is itself summed with rounding.
-                doubt.add_(error.abs_(), alpha=4 * len(self._terms) * 2.0**-53)
-                self._sum, total = total, self._sum
-        for inexact in (missing, doubt):
-            inexact.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        torch.add(self._sum, missing, out=total)
-        missing.sub_(torch.sub(total, self._sum, out=error))
-        self._sum = total
-        self._missing, self._doubt = missing, doubt
-        # Where almost everything cancelled out, even this is not enough.
-        self._undecided = [(doubt > self._sum.abs().mul_(2.0**-30)).nonzero().view(-1)]
+    def divide(self) -> torch.Tensor:
+        """Return the means in float64, in place of the sums."""
+        weights = self._weights
+        if weights.is_power_of_two:
+            return self._sum if weights.total == 1.0 else self._sum.mul_(1.0 / weights.total)
+        return self._sum.div_(weights.total)
 
-    def quotient(self) -> torch.Tensor:
-        """Return the means in float64; valid until the next step."""
-        mantissa, _ = math.frexp(self._weights.total)
-        if mantissa == 0.5:
-            # A power of two: the same quotient, in a third of the time.
-            return torch.mul(self._sum, 1.0 / self._weights.total, out=self._term)
-        return torch.div(self._sum, self._weights.total, out=self._term)
+    def divide_exact(self) -> torch.Tensor:
+        """Return numbers that round to the type of the result as the means do, in place of the sums."""
+        if self._out.dtype in FLOATS and self._weights.reciprocal is not None:
+            # In a third of the time that a division takes.
+            return self._sum.mul_(self._weights.reciprocal)
+        return self.divide()
 
-    def finish(self) -> None:
-        """Write the exact means, rounded once."""
+    def finish_carefully(self) -> None:
+        """Write the means of sums that may have been rounded; those for which that matters are summed again."""
+        means = self.divide()
+        integers = []
+        for places in torch.split(self._doubtful(means), _MOST_AT_ONCE):
+            if places.numel():
+                integers += self._sum_again(means, places)
+        round_into(self._out, means, self._arena)
+        for places, values in integers:
+            put(self._out, places, values)
+
+    def _doubtful(self, means: torch.Tensor) -> torch.Tensor:
+        """Return the places of the means that may be rounded to another number than the exact ones."""
+        error = (2 * len(self._weights.terms) + 16) * 2.0**-53 * self._largest_possible()
         if self._out.dtype not in FLOATS:
-            self._undecided.append((self._sum.abs() >= _LARGEST_EXACT_INTEGER).nonzero().view(-1))
-        round_into(self._out, self.quotient(), self._arena, self._excess)
-        for places in self._undecided:
-            for some in torch.split(places, _FRACTIONS_AT_ONCE):
-                if some.numel():
-                    self._finish_as_fractions(some)
+            near_half = (means - means.floor()).sub_(0.5).abs_() <= error
+            too_large = means.abs() >= _LARGEST_EXACT_INTEGER / self._weights.total
+            return (near_half | too_large).nonzero().view(-1)
+        mark = self._arena.mark()
+        nearest = self._nearest_halfway(self._arena.take(torch.float64, means.numel()).copy_(means))
+        distance = torch.sub(means, nearest, out=self._term).abs_()
+        if not torch.isfinite(distance.sum()):
+            distance.nan_to_num_(nan=math.inf)
+        found = [torch.empty(0, dtype=torch.int64)]
+        for places in _rows_below(distance, error):
+            near = nearest[places]
+            is_halfway = near.to(self._out.dtype).double() != near
+            is_small = means[places].abs() < error * 2**12
+            found.append(places[(distance[places] <= error) & (is_halfway | is_small)])
+        self._arena.give_back(mark)
+        return torch.cat(found)
 
-    def _excess(self, rows: Rows, numbers: torch.Tensor) -> torch.Tensor:
-        """Return sums minus numbers times the total, which has the sign of mean minus number."""
-        # The numbers have so few bits that the first product is exact, and are so close to the means that the first
-        # difference is.
-        high, low = _halves(self._weights.exact_total)
-        excess = rows(self._sum) - numbers * high
-        if low:
-            excess.sub_(numbers * low)
-        if self._missing is not None and self._doubt is not None:
-            excess.add_(rows(self._missing))
-            doubt = rows(self._doubt)
-            if not self._weights.whole:
-                precision = 2.0**-78 if self._out.dtype in FLOATS else 2.0**-50
-                doubt = doubt + rows(self._sum).abs().mul_(precision)
-            undecided = (excess.abs() <= doubt) & (doubt > 0)
-            if undecided.any():
-                self._undecided.append(rows.places(undecided))
-        return excess
+    def _nearest_halfway(self, means: torch.Tensor) -> torch.Tensor:
+        """Turn means into what is next to them of the numbers of the type, and of the points halfway between two."""
+        if self._out.dtype not in FLOATS:
+            return means.floor_().add_(0.5)
+        return to_precision(means, self._out.dtype, self._arena, extra_bits=1)
 
-    def _finish_as_fractions(self, places: torch.Tensor) -> None:
+    def _largest_possible(self) -> float:
+        """Return what no mean, nor any that the terms before the last make, can exceed."""
+        largest = 0.0
+        for index, factor in self._weights.terms:
+            values = self._term.copy_(self._read(index))
+            least, most = torch.aminmax(values) if values.numel() else (values.sum(), values.sum())
+            if not (torch.isfinite(least) and torch.isfinite(most)):
+                least, most = torch.aminmax(values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+            largest += factor * max(-least.item(), most.item())
+        return largest / self._weights.total
+
+    def _sum_again(self, means: torch.Tensor, places: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Replace some means by ones that rounding leaves no doubt about; return integers that float64 cannot hold."""
+        sums = ExactSum(places.numel())
+        for index, factor in self._weights.terms:
+            sums.add(pick(self._read(index), places), Fraction(factor))
+        sums.finish()
+        quotient = sums.high / self._weights.total
+        mark = self._arena.mark()
+        nearest = self._nearest_halfway(quotient.clone())
+        excess, undecided = sums.minus(nearest, self._weights.exact_total)
+        beyond = torch.nextafter(nearest, excess.sign().mul_(math.inf))
+        better = torch.where(excess == 0, nearest, beyond)
+        means[places] = torch.where(torch.isfinite(sums.high), better, quotient)
+        self._arena.give_back(mark)
+        # Where almost everything cancelled out, even twice the precision is not enough.
+        undecided |= sums.doubt > sums.high.abs() * 2.0**-30
+        if self._out.dtype not in FLOATS:
+            undecided |= sums.high.abs() >= _LARGEST_EXACT_INTEGER
+        return self._finish_as_fractions(means, places[undecided]) if undecided.any() else []
+
+    def _finish_as_fractions(
+        self, means: torch.Tensor, places: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         sums = [Fraction(0)] * places.numel()
-        for index, factor in self._terms:
-            for place, value in enumerate(_exactly(self._read(index), places)):
+        for index, factor in self._weights.terms:
+            for place, value in enumerate(as_python(pick(self._read(index), places))):
                 sums[place] += Fraction(factor) * Fraction(value)
-        means = [value / self._weights.exact_total for value in sums]
-        if self._out.dtype in FLOATS:
-            rounded = torch.empty(len(means), dtype=self._out.dtype)
-            odd = torch.tensor([_round_to_odd(mean) for mean in means], dtype=torch.float64)
-            round_into(rounded, odd, Arena(_FRACTIONS_AT_ONCE * ROUNDING_BYTES + 256))
-            bits = rounded.view(SAME_WIDTH[rounded.itemsize])
-        else:
-            half = 1 << (8 * self._out.itemsize - 1)
-            wrapped = [(round(mean) + half) % (2 * half) - half for mean in means]
-            bits = torch.tensor(wrapped, dtype=_SIGNED[self._out.itemsize])
-        self._out.view(bits.dtype)[places] = bits
+        exact = [value / self._weights.exact_total for value in sums]
+        if self._out.dtype not in FLOATS:
+            return [(places, from_python([round(mean) for mean in exact], self._out.dtype))]
+        means[places] = torch.tensor([round_to_odd(mean) for mean in exact], dtype=torch.float64)
+        return []
 
 
-def _halves(number: Fraction | float) -> tuple[float, float]:
-    """Return two numbers whose sum this is, the first with so few bits that a narrow one times it is exact."""
-    exact = Fraction(number)
-    mantissa, exponent = math.frexp(float(exact))
-    high = math.ldexp(round(mantissa * _EXACT_PRODUCTS), exponent) / _EXACT_PRODUCTS
-    return high, float(exact - Fraction(high))
-
-
-def _exactly(values: torch.Tensor, places: torch.Tensor) -> list[Any]:
-    """Return some elements as Python numbers."""
-    if values.dtype in FLOATS:
-        return list(values.double()[places].tolist())
-    signed = values.view(_SIGNED[values.itemsize])[places].tolist()
-    if torch.iinfo(values.dtype).min < 0:
-        return list(signed)
-    return [value % (1 << (8 * values.itemsize)) for value in signed]
-
-
-def _round_to_odd(value: Fraction) -> float:
-    """Return a number next to `value` that rounds to every narrower type as `value` itself would."""
-    nearest = value.numerator / value.denominator
-    error = value - Fraction(nearest)
-    if error == 0 or math.frexp(nearest)[0] * 2**53 % 2 == 1:
-        return nearest
-    return math.nextafter(nearest, math.inf if error > 0 else -math.inf)
+def _rows_below(distance: torch.Tensor, error: float) -> Iterator[torch.Tensor]:
+    """Return all places in those rows of a tile that hold a distance of no more than `error`."""
+    whole = distance.numel() // _ROW * _ROW
+    if whole:
+        rows = (distance[:whole].view(-1, _ROW).amin(1) <= error).nonzero()
+        for some in torch.split(rows, _MOST_AT_ONCE // _ROW):
+            yield (some * _ROW + torch.arange(_ROW)).view(-1)
+    if whole < distance.numel():
+        yield torch.arange(whole, distance.numel())

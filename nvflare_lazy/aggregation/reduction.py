@@ -105,7 +105,9 @@ class LinearCombination(Reduction):
             self._noise.add_to(values, tile)
             round_into(out, values, tile.arena)
 
-    def shares(self, members: Sequence[int]) -> tuple[float, ...]:
+    def shares(self, members: Sequence[int]) -> tuple[float, ...] | None:
+        if self._noise is not None:
+            return None
         weights = self._weights(tuple(members))
         return tuple(factor / weights.total for factor in weights.factors[: len(members)])
 

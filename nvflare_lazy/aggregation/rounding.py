@@ -8,145 +8,87 @@ twice: what float32 moves onto the halfway point between two narrow numbers then
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from nvflare_lazy.aggregation.memory import Arena
 
-# Bits of a float32 fraction that the narrow type has no room for.
-_DROPPED_BITS = {
-    torch.bfloat16: 16,
-    torch.float16: 13,
-    torch.float8_e4m3fn: 20,
-    torch.float8_e4m3fnuz: 20,
-    torch.float8_e5m2: 21,
-    torch.float8_e5m2fnuz: 21,
+
+class _Precision(NamedTuple):
+    """The distance from one to the next larger number of a type, and its least normal number.
+
+    As the standards have them: `torch.finfo` is wrong about some 8-bit types.
+    """
+
+    step: float
+    tiny: float
+
+
+_PRECISIONS = {
+    torch.bfloat16: _Precision(2.0**-7, 2.0**-126),
+    torch.float16: _Precision(2.0**-10, 2.0**-14),
+    torch.float8_e4m3fn: _Precision(2.0**-3, 2.0**-6),
+    torch.float8_e4m3fnuz: _Precision(2.0**-3, 2.0**-7),
+    torch.float8_e5m2: _Precision(2.0**-2, 2.0**-14),
+    torch.float8_e5m2fnuz: _Precision(2.0**-2, 2.0**-15),
 }
-#: Floating-point types that are rounded by way of float32.
-NARROW = frozenset(_DROPPED_BITS)
+#: Floating-point types of fewer bits than float32.
+NARROW = frozenset(_PRECISIONS)
 #: Floating-point types that results can have.
 FLOATS = NARROW | {torch.float32, torch.float64}
-#: What `round_into` takes of an arena for each element, at most.
+#: What `round_into` takes of an arena for each element.
 ROUNDING_BYTES = 8
-#: An integer type for the bits of a type, by its bytes.
-SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROW = 512
-_MOST_ROWS = 64
+_EXPONENT = 0x7FF << 52
+# Far beyond what a narrow type can hold, and far enough from what float64 can.
+_LARGEST_POWER = 2.0**900
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SUMMABLE = frozenset({torch.float64, torch.float32, torch.bfloat16})
 
 
-class Excess(Protocol):
-    """Tells by how much the true values exceed numbers that they are very close to."""
-
-    def __call__(self, rows: Rows, numbers: torch.Tensor) -> torch.Tensor:
-        """Return float64 numbers of which only the sign counts.
-
-        Args:
-            rows: Which of the values.
-            numbers: Float64; halfway points of the type that is rounded to, NaN where the value is near none.
-        """
-
-
-class Rows:
-    """Some of the elements of a tile: called with any tensor of the tile's length, it returns these elements of it."""
-
-    def __init__(self, rows: torch.Tensor | None, whole: int) -> None:
-        self._rows = rows
-        self._whole = whole
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return these elements; a copy, or a view."""
-        if self._rows is None:
-            return tensor[self._whole :]
-        return tensor[: self._whole].view(-1, _ROW)[self._rows]
-
-    def set(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Set these elements."""
-        if self._rows is None:
-            tensor[self._whole :] = values
-        else:
-            tensor[: self._whole].view(-1, _ROW)[self._rows] = values
-
-    def places(self, where: torch.Tensor) -> torch.Tensor:
-        """Return the places in the tile of those of these elements for which `where` is true."""
-        if self._rows is None:
-            return where.nonzero().view(-1) + self._whole
-        row, column = where.nonzero().unbind(1)
-        return self._rows[row] * _ROW + column
-
-
-def round_into(out: torch.Tensor, values: torch.Tensor, arena: Arena, excess: Excess | None = None) -> None:
+def round_into(out: torch.Tensor, values: torch.Tensor, arena: Arena) -> None:
     """Round float64 values to the type of `out`.
 
     Args:
         out: Where they go. Integers outside of its range become its least or greatest.
-        values: The values; if `out` has integers, rounded in place.
+        values: The values; overwritten.
         arena: Memory for what happens on the way.
-        excess: If the values are themselves the nearest to the true ones: the sign of true value minus a number. With
-            it, the result is what rounding the true values once would give. Not asked for float32 and float64.
     """
-    if excess is None:
-
-        def excess(rows: Rows, numbers: torch.Tensor) -> torch.Tensor:
-            return rows(values) - numbers
-
-    if out.dtype in NARROW:
-        mark = arena.mark()
-        nearest = arena.take(torch.float32, out.numel())
-        nearest.copy_(values)
-        _leave_false_ties(nearest, excess, out.dtype, arena)
-        out.copy_(nearest)
-        arena.give_back(mark)
-    elif out.dtype in FLOATS:
-        out.copy_(values)
-    else:
-        _round_to_integer(out, values, excess)
-    if out.dtype in FLOATS and not torch.isfinite(values.sum()):
-        # Which of the many NaNs comes out of an operation depends on where in a tile it stands.
+    if out.dtype not in FLOATS:
+        _round_to_integer(out, values)
+        return
+    out.copy_(to_precision(values, out.dtype, arena) if out.dtype in NARROW else values)
+    # A sum is the fastest way to see that all is finite.
+    if not torch.isfinite((out if out.dtype in _SUMMABLE else values).sum()):
         _set_nan(out, torch.isnan(values))
 
 
-def _leave_false_ties(nearest: torch.Tensor, excess: Excess, dtype: torch.dtype, arena: Arena) -> None:
-    """Move float32 numbers that were rounded onto a halfway point of the narrow type back to where they came from.
+def to_precision(values: torch.Tensor, dtype: torch.dtype, arena: Arena, *, extra_bits: int = 0) -> torch.Tensor:
+    """Return float64 values rounded to numbers of a narrow type, as if it had no greatest one.
 
-    Such a number, and each that the narrow type can represent, has zeros in all dropped bits but the first. Few have.
+    Args:
+        values: The values; overwritten by the result.
+        dtype: The type.
+        arena: Memory for what happens on the way.
+        extra_bits: How many bits more than that the numbers may have; with one, they are the points halfway between
+            two of the type as well.
     """
+    step, tiny = _PRECISIONS[dtype]
+    # Next to one and a half times the right power of two, the last bit of a float64 is what should be the last bit of
+    # the result. So adding that rounds as it should, and subtracting it changes nothing more.
+    far = 1.5 * 2**52 * step / 2**extra_bits
     mark = arena.mark()
-    mask = (1 << (_DROPPED_BITS[dtype] - 1)) - 1
-    low = torch.bitwise_and(nearest.view(torch.int32), mask, out=arena.take(torch.int32, nearest.numel()))
-    for rows in _rows_with_a_zero(low):
-        near = rows(nearest)
-        ties = (rows(low) == 0) & (near != near.to(dtype).float())
-        if not ties.any():
-            continue
-        side = excess(rows, near.double().masked_fill_(~ties, math.nan)).nan_to_num_(nan=0.0)
-        if side.any():
-            beyond = torch.nextafter(near, side.sign().mul_(math.inf).float())
-            rows.set(nearest, torch.where(side == 0, near, beyond))
+    power = arena.take(torch.float64, values.numel())
+    torch.bitwise_and(values.view(torch.int64), _EXPONENT, out=power.view(torch.int64))
+    # An infinity would become NaN.
+    power.clamp_(tiny, _LARGEST_POWER)
+    values.add_(power, alpha=far).sub_(power, alpha=far)
     arena.give_back(mark)
+    return values
 
 
-def _rows_with_a_zero(low: torch.Tensor) -> Iterator[Rows]:
-    """Find the zeros among non-negative integers fast, where most rows have none."""
-    whole = low.numel() // _ROW * _ROW
-    if whole:
-        found = (low[:whole].view(-1, _ROW).amin(1) == 0).nonzero().view(-1)
-        for some in torch.split(found, _MOST_ROWS):
-            if some.numel():
-                yield Rows(some, whole)
-    if whole < low.numel():
-        yield Rows(None, whole)
-
-
-def _round_to_integer(out: torch.Tensor, values: torch.Tensor, excess: Excess) -> None:
-    half = values - values.floor() == 0.5
-    if half.any():
-        rows = Rows(None, 0)
-        side = excess(rows, values.masked_fill(~half, math.nan)).nan_to_num_(nan=0.0)
-        values.copy_(torch.where(side == 0, values, torch.nextafter(values, side.sign().mul_(math.inf))))
+def _round_to_integer(out: torch.Tensor, values: torch.Tensor) -> None:
     limits = torch.iinfo(out.dtype)
     greatest = float(limits.max)
     if greatest > limits.max:
@@ -155,7 +97,6 @@ def _round_to_integer(out: torch.Tensor, values: torch.Tensor, excess: Excess) -
 
 
 def _set_nan(out: torch.Tensor, where: torch.Tensor) -> None:
-    # By its bits: torch does not fill the 8-bit types.
-    as_integers = SAME_WIDTH[out.itemsize]
-    nan = torch.tensor(math.nan).to(out.dtype).view(as_integers)
-    out.view(as_integers).masked_fill_(where, nan)
+    # By its bits: which of the many NaNs comes out of an operation depends on where in a tile it stands.
+    bits = _SAME_WIDTH[out.itemsize]
+    out.view(bits).masked_fill_(where, torch.tensor(math.nan).to(out.dtype).view(bits))

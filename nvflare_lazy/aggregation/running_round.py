@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,8 @@ class RunningRound:
         started = time.monotonic()
         while True:
             try:
-                path, agreement, provenance, reduction = self._attempt(out, metadata)
+                with ExitStack() as until_the_end:
+                    path, agreement, provenance, reduction = self._attempt(out, metadata, until_the_end)
                 break
             except ContributionFailed as failed:
                 if isinstance(failed.error, NonFiniteError) and self._config.on_non_finite == "error":
@@ -155,12 +157,14 @@ class RunningRound:
         return AggregationResult(tensors, report)
 
     def _attempt(
-        self, out: str | os.PathLike[str], metadata: Mapping[str, str]
+        self, out: str | os.PathLike[str], metadata: Mapping[str, str], until_the_end: ExitStack
     ) -> tuple[Path, Agreement, Provenance, Reduction]:
         config, rule = self._config, self._rule
         agreement = self._agree()
         has_reference = self._reference is not None
         groups = groups_of(agreement, self._parts, self._reference if rule.uses_reference else None)
+        for group in groups:
+            group.borrow(until_the_end)
         engine = Engine(
             groups,
             budget=parse_size(config.memory_budget),

@@ -18,6 +18,8 @@ from nvflare_lazy.aggregation.rounding import FLOATS
 from nvflare_lazy.errors import NonFiniteError
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from nvflare_lazy.aggregation.memory import Arena
     from nvflare_lazy.aggregation.vectors import InputVector
 
@@ -63,6 +65,20 @@ class Group:
     contributors: tuple[str, ...]
     inputs: tuple[InputVector, ...]
     reference: InputVector | None = None
+
+    def borrow(self, until: ExitStack) -> None:
+        """Read files by descriptors that are borrowed until the end of a block.
+
+        Raises:
+            ContributionFailed: A file is not there any more.
+        """
+        for contributor, vector in zip(self.contributors, self.inputs, strict=True):
+            try:
+                until.enter_context(vector)
+            except Exception as error:
+                raise ContributionFailed(contributor, error) from error
+        if self.reference is not None:
+            until.enter_context(self.reference)
 
     @cached_property
     def ends(self) -> list[int]:

@@ -7,7 +7,9 @@ biases are the same to everybody above; tensors that lie side by side in a file 
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
+from contextlib import ExitStack
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,9 +20,11 @@ from nvflare_lazy.tensors.byte_source import FileSource
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from typing_extensions import Self
+
     from nvflare_lazy.aggregation.contributions import Part
     from nvflare_lazy.formats.streaming_writer import StreamingWriter
-    from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.tensors.byte_source import ByteSource, OpenFile
 
 # A complex number is computed with as two real ones, a bool as zero or one.
 _NUMBERS = {torch.complex64: torch.float32, torch.bool: torch.uint8}
@@ -39,6 +43,8 @@ def real_numel(part: Part) -> int:
 class InputVector:
     """Tensors of one contributor, all of one type, one after the other.
 
+    Inside of its block, files are read by descriptors that are borrowed once, and not for each tile.
+
     Args:
         parts: The tensors, in order.
     """
@@ -49,6 +55,25 @@ class InputVector:
         self._ends = list(accumulate(source.nbytes for source in self._sources))
         self.nbytes = self._ends[-1] if self._ends else 0
         self.numel = self.nbytes // self.dtype.itemsize
+        self._borrowed = ExitStack()
+        self._places: list[tuple[int, int] | None] = [None] * len(self._sources)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as borrowed:
+            numbers: dict[OpenFile, int] = {}
+            for index, source in enumerate(self._sources):
+                place = source.file_range()
+                if place is not None:
+                    file, offset = place
+                    if file not in numbers:
+                        numbers[file] = borrowed.enter_context(file.descriptor())
+                    self._places[index] = (numbers[file], offset)
+            self._borrowed = borrowed.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._places = [None] * len(self._sources)
+        self._borrowed.close()
 
     def read(self, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the elements from `start` on."""
@@ -57,8 +82,21 @@ class InputVector:
         while done < len(buffer):
             source, end = self._sources[index], self._ends[index]
             count = min(end - offset, len(buffer) - done)
-            source.read_into(buffer[done : done + count], offset - end + source.nbytes)
+            inside = offset - end + source.nbytes
+            part = buffer[done : done + count]
+            if not _read_at_once(self._places[index], part, inside):
+                source.read_into(part, inside)
             offset, done, index = offset + count, done + count, index + 1
+
+
+def _read_at_once(place: tuple[int, int] | None, part: memoryview, offset: int) -> bool:
+    """Read from a borrowed descriptor; what it does not give, the source has to get, or to say why not."""
+    if place is None:
+        return False
+    try:
+        return os.preadv(place[0], (part,), place[1] + offset) == len(part)
+    except OSError:
+        return False
 
 
 class _Stretch(NamedTuple):

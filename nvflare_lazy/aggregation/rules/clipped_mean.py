@@ -70,12 +70,14 @@ class ClippedMean(Rule):
         factors = np.minimum(1.0, self.clip_norm / np.maximum(norms, np.finfo(float).tiny))
         weights = np.asarray(this_round.weights, dtype=np.float64)
         std = self.noise_multiplier * self.clip_norm * float(weights.max() / weights.sum())
-        this_round.note(
-            norms=dict(zip(this_round.names, norms.tolist(), strict=True)),
-            clip_factors=dict(zip(this_round.names, factors.tolist(), strict=True)),
-            noise_std=std,
-            seeded_by="caller" if self.seed is not None else "operating system",
-        )
+        if std:
+            # What is said of single contributors would tell what the noise is to hide.
+            this_round.note(noise_std=std, seeded_by="caller" if self.seed is not None else "operating system")
+        else:
+            this_round.note(
+                norms=dict(zip(this_round.names, norms.tolist(), strict=True)),
+                clip_factors=dict(zip(this_round.names, factors.tolist(), strict=True)),
+            )
         return LinearCombination(
             (weights * factors).tolist(),
             rest=math.fsum(weights * (1.0 - factors)),
