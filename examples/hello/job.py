@@ -21,7 +21,7 @@ ENOUGH = 0.9
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workspace", default="/tmp/nvflare/simulation")
     options = parser.parse_args()
     workspace = Path(options.workspace)

@@ -57,7 +57,11 @@ def main() -> int:
         env = SimEnv(num_clients=SITES, workspace_root=str(workspace))
         mark, root = "simulator.simulator", os.getpid()
     with Sampler(lambda: servers(root, mark)) as watched:
-        result = recipe.execute(env).get_result(clean_up=False)
+        run = recipe.execute(env)
+        result = run.get_result(clean_up=False)
+    if run.get_status() not in (None, "FINISHED:COMPLETED"):
+        print(f"the job ended with {run.get_status()}; its logs are in {result}")
+        return 1
     if options.stock:
         trained = nvflare_lazy.open(
             workspace / "llm" / "server" / "simulate_job" / "app_server" / "FL_global_model.pt", section="model"
@@ -68,8 +72,8 @@ def main() -> int:
     loss_after = held_out_loss(model, options.size)
 
     what = "adapters (LoRA)" if options.lora else "all weights"
-    millions = sum(weight.numel() for weight in weights.values()) / 1e6
-    print(f"\n{options.size}, {what}: {millions:.1f} million in bfloat16, {size / MIB:.1f} MiB")
+    count = sum(weight.numel() for weight in weights.values())
+    print(f"\n{options.size}, {what}: {count:,} in bfloat16, {size / MIB:.1f} MiB")
     print(f"held-out loss: {loss_before:.2f} before, {loss_after:.2f} after {options.rounds} rounds of {SITES} sites")
     peak = max(sample.anon for sample in watched.samples)
     print(f"server memory at most: {peak / MIB:.0f} MiB")

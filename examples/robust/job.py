@@ -43,7 +43,7 @@ def run(rule: str, rounds: int, untrained: Path, workspace: Path) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--picture", type=Path, help="where it goes; beside the jobs if not given")
     parser.add_argument("--workspace", type=Path, default=Path("/tmp/nvflare/simulation"))
     options = parser.parse_args()
