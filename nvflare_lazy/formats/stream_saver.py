@@ -45,8 +45,8 @@ def save(
 ) -> Path:
     """Save tensors as safetensors; what was at `path` stays until all of them are on the disk.
 
-    A checkpoint of that name is replaced as a whole, with its shards and its index if it has some. Killed at any moment,
-    a save has left the old one or made the new one.
+    A checkpoint of that name is replaced as a whole, with its shards and its index if it has some. A save that is
+    killed has left the old one or made the new one.
 
     The same tensors make the same bytes, those that `safetensors.torch.save_file` makes. Tensors that share memory
     are written once for each name, since the format has no way to say that they are the same.
