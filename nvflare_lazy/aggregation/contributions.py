@@ -49,40 +49,48 @@ class Part(NamedTuple):
         return prod(self.shape)
 
 
-def parts_of(tensors: Mapping[str, Any], exclude: re.Pattern[str] | None = None) -> dict[str, Part]:
+def parts_of(tensors: Mapping[str, Any], owner: str, exclude: re.Pattern[str] | None = None) -> dict[str, Part]:
     """Return the tensors of a contribution, unread, by name.
 
     Args:
         tensors: Tensors or arrays by name, lazy or not.
+        owner: Whose they are, for messages.
         exclude: Pass over what has such a name, whatever it is.
+
+    Raises:
+        UnsupportedTensorError: One is none, or has no dense elements.
+        UnsupportedDtypeError: One is of a type that torch has not.
     """
     # Twenty thousand recipes are at hand at once; making lazy tensors of them first would take a second.
     values: Mapping[str, Any] = tensors.entries if isinstance(tensors, LazyTensorDict) else tensors
-    return {
-        _checked_name(name): part_of(name, value)
-        for name, value in values.items()
-        if not (exclude is not None and exclude.search(_checked_name(name)))
-    }
+    parts = {}
+    for name, value in values.items():
+        if not isinstance(name, str):
+            raise UnsupportedTensorError(f"a tensor of {owner} has the name {name!r}, which is no text: give it one")
+        if exclude is not None and exclude.search(name):
+            continue
+        try:
+            parts[name] = _part_of(value)
+        except (UnsupportedTensorError, UnsupportedDtypeError) as error:
+            raise type(error)(f"{name!r} of {owner}: {error}; exclude it, or convert it first") from error
+    return parts
 
 
-def part_of(name: str, value: Any) -> Part:
-    """Return one value of a contribution as a part; raise if it is no tensor that can be computed with."""
+def _part_of(value: Any) -> Part:
     if isinstance(value, TensorEntry):
         return _of_entry(value)
     if isinstance(value, LazyTensor):
         return Part(value.dtype, tuple(value.shape), value.source)
     if isinstance(value, LazyArray):
         source = value.source if value.dtype.isnative else _native_bytes(value.materialize())
-        return Part(_torch_dtype(name, value.dtype), value.shape, source)
+        return Part(_torch_dtype(value.dtype), value.shape, source)
     if isinstance(value, torch.Tensor):
         lazy = LazyTensor.from_tensor(value)
         return Part(lazy.dtype, tuple(lazy.shape), lazy.source)
     if isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)
-        return Part(_torch_dtype(name, array.dtype), array.shape, _native_bytes(array))
-    raise UnsupportedTensorError(
-        f"{name!r} is a {type(value).__name__}, not a tensor or an array: exclude it, or send it another way"
-    )
+        return Part(_torch_dtype(array.dtype), array.shape, _native_bytes(array))
+    raise UnsupportedTensorError(f"a {type(value).__name__} is neither a tensor nor an array")
 
 
 def _of_entry(entry: TensorEntry) -> Part:
@@ -97,14 +105,8 @@ def _native_bytes(array: np.ndarray[Any, Any]) -> ByteSource:
     return MemorySource(native.reshape(-1).view(np.uint8).data)
 
 
-def _torch_dtype(name: str, dtype: np.dtype[Any]) -> torch.dtype:
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     row = dtypes.by_numpy(dtype)
     if row.torch is None:
-        raise UnsupportedDtypeError(f"{name!r}: torch has no type for {dtype} arrays; convert it, or exclude it")
+        raise UnsupportedDtypeError(f"torch has no type for {dtype} arrays")
     return row.torch
-
-
-def _checked_name(name: object) -> str:
-    if not isinstance(name, str):
-        raise UnsupportedTensorError(f"a tensor has the name {name!r}, which is no text: name it by a string")
-    return name

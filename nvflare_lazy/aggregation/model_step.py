@@ -68,8 +68,8 @@ class ModelStep:
             raise ValueError(f"params_type must be 'FULL' or 'DIFF', not {params_type!r}")
         self._optimizer = optimizer
         self._is_difference = params_type == "DIFF"
-        self._model = parts_of(model)
-        self._update = parts_of(update)
+        self._model = parts_of(model, "the global model")
+        self._update = parts_of(update, "the update")
         for name, part in self._update.items():
             self._check(name, part, self._model.get(name))
         self._specs = {name: Spec(part.dtype, part.shape) for name, part in self._model.items()}
@@ -98,7 +98,7 @@ class ModelStep:
             before = ModelFingerprint(self._specs)
             for name, part in self._model.items():
                 before.read(name, part)
-            state = parts_of(states.find(before.digest(), restart=unknown_model == "restart") or {})
+            state = parts_of(states.find(before.digest(), restart=unknown_model == "restart") or {}, "the state")
         after = ModelFingerprint(self._specs)
         writer = StreamingWriter(
             out, meta_of(self._specs), metadata=metadata, max_shard_size=max_shard_size, durable=durable

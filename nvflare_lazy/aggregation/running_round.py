@@ -111,7 +111,7 @@ class RunningRound:
         self._release = release
         self._exclude = None if config.exclude is None else re.compile(config.exclude)
         self._weights = checked_weights([*contributions], weights)
-        self._reference = None if reference is None else parts_of(reference, self._exclude)
+        self._reference = None if reference is None else parts_of(reference, "the global model", self._exclude)
         self._left_out: dict[str, Exception] = {}
         self._excluded: set[str] = set()
         self._parts: dict[str, dict[str, Part]] = {}
@@ -223,7 +223,7 @@ class RunningRound:
         try:
             if self._exclude is not None:
                 self._excluded.update(key for key in tensors if self._exclude.search(key))
-            self._parts[name] = parts_of(tensors, self._exclude)
+            self._parts[name] = parts_of(tensors, repr(name), self._exclude)
         except (UnsupportedTensorError, UnsupportedDtypeError) as error:
             if self._config.on_mismatch == "error":
                 raise

@@ -188,7 +188,6 @@ class WithoutTheFarthest(Rule):
 
     needs = 2
     whole_updates = True
-    needs = 2
 
     def prepare(self, this_round):
         farthest = this_round.gather(PairwiseDistances()).sum(axis=1).argmax()
