@@ -6,6 +6,7 @@ The same machinery as aggregation, with two to four readers of different types i
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,8 +109,12 @@ class ModelStep:
             if states is not None:
                 state_path = states.new_file()
                 state_writer = StreamingWriter(state_path, meta_of(self._state_specs(state)))
-            runs = [*self._runs(state, writer, state_writer)]
-            self._compute(runs, after, budget, threads, watch)
+            with ExitStack() as borrowed:
+                runs = [*self._runs(state, writer, state_writer)]
+                for run in runs:
+                    for vector in (run.model, run.update, *filter(None, run.state)):
+                        borrowed.enter_context(vector)
+                self._compute(runs, after, budget, threads, watch)
             for name in self._model.keys() - self._update.keys():
                 writer.copy(name, self._model[name].source)
                 after.read(name, self._model[name])
@@ -217,7 +222,7 @@ class ModelStep:
             else:
                 _read(vector, start, slot, arena)
         direction = self._optimizer.direct(difference, state, spare)
-        round_into(out, values.add_(direction.mul_(self._optimizer.lr)), arena)
+        round_into(out, values.add_(torch.mul(direction, self._optimizer.lr, out=spare)), arena)
         for slot, output in zip(state, run.new_state, strict=True):
             rounded, buffer = arena.take_buffer(output.dtype, out.numel())
             rounded.copy_(slot)

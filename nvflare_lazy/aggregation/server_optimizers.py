@@ -59,15 +59,18 @@ class ServerOptimizer(ABC):
 
     @abstractmethod
     def direct(self, difference: torch.Tensor, state: Sequence[torch.Tensor], spare: torch.Tensor) -> torch.Tensor:
-        """Update the state, and return the direction of the step: all float64, all may be written to.
+        """Update the state, and return the direction of the step; all are float64.
 
         Must give the same for an element, whatever its neighbours are: so nothing fused, which rounds in one way in
         the middle of a tile and in another at its end.
 
         Args:
-            difference: What the mean of the clients differs from the model.
+            difference: What the mean of the clients differs from the model; may be written to.
             state: The slots, in order; updated in place.
             spare: Room for what is computed on the way.
+
+        Returns:
+            One of these, which is not written to.
         """
 
     def step(
