@@ -211,7 +211,10 @@ class LazyArray(ArrayOperators):
             raise AttributeError(f"a lazy array has no memory, and so no {name!r}: materialize() gives one that has")
         if not hasattr(np.ndarray, name):
             raise AttributeError(f"'LazyArray' object has no attribute {name!r}")
-        return getattr(self._load(), name)
+        if not callable(getattr(np.ndarray, name)):
+            return getattr(self._load(), name)
+        # Loaded when it is called: many only ask whether there is such a method.
+        return lambda *args, **kwargs: getattr(self._load(), name)(*self._loaded(args), **self._loaded(kwargs))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in LazyArray.__slots__:
@@ -230,7 +233,8 @@ class LazyArray(ArrayOperators):
 
     def copy(self, order: Any = "C") -> np.ndarray[Any, Any]:
         """Load the elements; the same as `materialize()`, for those who do not know what they hold."""
-        return self.materialize().copy(order) if order == "F" else self.materialize()
+        loaded = self.materialize()
+        return loaded if order == "C" else loaded.copy(order)
 
     def __contains__(self, item: Any) -> bool:
         return item in self._load()

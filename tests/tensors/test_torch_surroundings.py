@@ -305,7 +305,7 @@ def test_optimizers_take_lazy_gradients(name, how):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")  # that it follows us only so far
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["aot_eager"])
 def test_compiled_functions(backend):
     """A compiled function takes ordinary and lazy tensors in turn, and a write in it raises."""
     torch._dynamo.reset()
