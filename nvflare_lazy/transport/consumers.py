@@ -30,6 +30,7 @@ from nvflare_lazy.transport import manifest as manifests
 from nvflare_lazy.transport import nvflare_private, wire
 from nvflare_lazy.transport.fetching import Fetch, Link
 from nvflare_lazy.transport.read_ahead import ReadAhead
+from nvflare_lazy.transport.whole_items import FIRST_ANSWER_BYTES, FIRST_ANSWERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,6 +123,7 @@ class PayloadConsumer(Consumer):
         offer = wire.Offer.from_state(state.get(wire.KEY))
         if offer is None or data or self._blocked:
             return self._take_items(self._link, state, data)
+        FIRST_ANSWERS.end(self)
         try:
             self._take_segments(self._link, offer)
         except SegmentsBlockedError as error:
@@ -142,6 +144,7 @@ class PayloadConsumer(Consumer):
                     self._progress.bytes_came(self.nbytes)
                 data = []
                 ahead.written()
+                FIRST_ANSWERS.end(self)
                 answer = ahead.take(state)
                 if answer is None or link.abort.triggered:
                     return state
@@ -209,6 +212,7 @@ def receive(consumer: PayloadConsumer, link: Link, progress_cb: Callable[..., No
     try:
         with nvflare_private.source_signal(link.cell, link.from_fqcn, link.ref_id, link.abort) as signal:
             attached = consumer.attach(replace(link, abort=signal), relay)
+            FIRST_ANSWERS.take(consumer, FIRST_ANSWER_BYTES)
             download_object(
                 from_fqcn=link.from_fqcn,
                 ref_id=link.ref_id,
@@ -223,6 +227,8 @@ def receive(consumer: PayloadConsumer, link: Link, progress_cb: Callable[..., No
     except Exception as error:
         if consumer.failure is None:
             consumer.failure = error
+    finally:
+        FIRST_ANSWERS.end(consumer)
     failure = consumer.failure
     if failure is None:
         logger.info(

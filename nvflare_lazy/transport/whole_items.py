@@ -72,3 +72,9 @@ class Turns:
 
 
 TURNS = Turns(BUDGET)
+
+#: Whose first answer is on its way here: from a sender without this package it comes with a whole tensor in it, before
+#: there is a chance to ask for less.
+FIRST_ANSWERS = Turns(BUDGET)
+#: What such a tensor is taken for.
+FIRST_ANSWER_BYTES = 16 << 20
