@@ -52,6 +52,7 @@
     │   │   └── DtypeDisagreementError               a tensor of another dtype
     │   ├── NonFiniteError (ValueError)              NaN or infinity in a contribution
     │   ├── UncomputableTensorError (TypeError)      a dtype that the rule cannot compute with
+    │   ├── ReferenceNeededError (ValueError)        the rule needs the global model, and it was not given
     │   ├── MemoryBudgetError (ValueError)           a budget too small for even the smallest tiles
     │   ├── AggregationCancelledError                the caller called it off
     │   └── OptimizerStateError                      a server optimizer's state does not belong to the model
@@ -178,6 +179,10 @@ class NonFiniteError(AggregationError, ValueError):
 
 class UncomputableTensorError(AggregationError, TypeError):
     """A tensor of a dtype that the aggregation rule cannot compute with."""
+
+
+class ReferenceNeededError(AggregationError, ValueError):
+    """The aggregation rule needs the global model, and it was not given."""
 
 
 class MemoryBudgetError(AggregationError, ValueError):

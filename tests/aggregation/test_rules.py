@@ -26,6 +26,7 @@ from nvflare_lazy.aggregation import (
     rule_names,
     to_rule,
 )
+from nvflare_lazy.errors import ReferenceNeededError
 from tests.aggregation import reference_rules as reference
 from tests.aggregation.contributions import INTEGERS, flat, matrix, random_round, rounds, ulps
 from tests.aggregation.rule_contract import RuleContract
@@ -251,7 +252,7 @@ def test_wrong_parameters(wrong, message):
 
 def test_clipping_whole_models_needs_the_global_model(out):
     """Without it there are no differences to clip."""
-    with pytest.raises(ValueError, match="give the global model as reference"):
+    with pytest.raises(ReferenceNeededError, match="give the global model as reference"):
         run(ClippedMean(1.0), random_round(3, [((4,), torch.float32)], 0), out)
 
 

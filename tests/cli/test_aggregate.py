@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`aggregate` makes one model of many files, says what it did, and blames the right one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nvflare_lazy.aggregation import rule_names
+from nvflare_lazy.cli.aggregate import aggregate
+
+
+@pytest.fixture
+def models(tmp_path):
+    """Three checkpoints of different kinds, and what their tensors are."""
+    values = [{"w": torch.full((4, 5), float(number)), "n": torch.tensor([number])} for number in (1, 2, 9)]
+    save_file(values[0], tmp_path / "a.safetensors")
+    torch.save(values[1], tmp_path / "b.pt")
+    torch.save({"model": values[2]}, tmp_path / "nested.pt")
+    save_file(values[2], tmp_path / "c.safetensors")
+    return "a.safetensors", "b.pt", "c.safetensors"
+
+
+def test_mean(cli, models):
+    """Any readable kind; the result is an ordinary file."""
+    assert cli("aggregate", *models, "--out", "mean.safetensors") == (
+        0,
+        "mean.safetensors: mean of 3, 2 tensors, 88 B\n",
+        "",
+    )
+    result = load_file("mean.safetensors")
+    assert result["w"].unique().tolist() == [4]
+    assert result["n"].tolist() == [4]
+
+
+def test_weights_go_by_position(cli, models):
+    """Though contributors count by name."""
+    code, _, _ = cli("aggregate", *reversed(models), "--weights", "0,0,5", "--out", "mean.safetensors")
+    assert code == 0
+    assert load_file("mean.safetensors")["w"].unique().tolist() == [1]
+
+
+def test_same_bytes_whatever_the_order(cli, models):
+    """The order on the command line does not matter."""
+    contents = set()
+    for number, order in enumerate([models, models[::-1], (models[1], models[0], models[2])]):
+        cli("aggregate", *order, "--out", f"{number}.safetensors", "--threads", number + 1)
+        contents.add(Path(f"{number}.safetensors").read_bytes())
+    assert len(contents) == 1
+
+
+def test_rules_and_their_parameters(cli, models):
+    """By name; a parameter is a number."""
+    assert cli("aggregate", *models, "--rule", "median", "--out", "x.safetensors").code == 0
+    assert load_file("x.safetensors")["w"].unique().tolist() == [2]
+    assert cli("aggregate", *models, "--rule", "krum", "--set", "byzantine=0", "--out", "y.safetensors").code == 0
+    arguments = ("--rule", "clipped_mean", "--set", "clip_norm=1e9", "--diff", "--out", "z.safetensors")
+    assert cli("aggregate", *models, *arguments).code == 0
+    assert load_file("z.safetensors")["w"].unique().tolist() == [4]
+
+
+def test_help_names_every_rule(cli):
+    """The list is written by hand, since help must not load torch."""
+    [option] = [parameter for parameter in aggregate.params if parameter.name == "rule"]
+    assert all(name in option.help for name in rule_names())
+
+
+def test_directory_exclude_and_shards(cli, models, tmp_path):
+    """The result in a directory, without some tensors, in several files."""
+    (tmp_path / "out").mkdir()
+    code, out, _ = cli("aggregate", *models, "--out", "out", "--exclude", "^n$")
+    assert (code, out) == (0, f"{os.path.join('out', 'model.safetensors')}: mean of 3, 1 tensor, 80 B\n")
+    assert cli("aggregate", *models, "--out", "s.safetensors", "--max-shard-size", "80B").code == 0
+    assert (tmp_path / "s.safetensors.index.json").exists()
+
+
+def test_existing_result(cli, models):
+    """Is replaced only if asked to."""
+    cli("aggregate", *models, "--out", "a.safetensors", "--force")
+    code, _, err = cli("aggregate", *models, "--out", "a.safetensors")
+    assert (code, err) == (1, "Error: a.safetensors exists; --force replaces it\n")
+
+
+def test_who_does_not_fit(cli, models, tmp_path):
+    """Is named, and left out if asked to."""
+    save_file({"w": torch.zeros(3)}, tmp_path / "d.safetensors")
+    code, _, err = cli("aggregate", *models, "d.safetensors", "--out", "x.safetensors")
+    assert code == 1
+    assert err.startswith("Error: 'w' of 'd.safetensors' has shape [3], and should have [4, 5]")
+    code, out, err = cli("aggregate", *models, "d.safetensors", "--out", "x.safetensors", "--leave-out")
+    assert (code, out) == (0, "x.safetensors: mean of 3, 2 tensors, 88 B\n")
+    assert err.startswith("Left out d.safetensors: 'w' of 'd.safetensors' has shape [3]")
+
+
+def test_who_cannot_be_read(cli, models, tmp_path, monkeypatch):
+    """Is left out, said, and noticed by a script: the exit code is 1 though there is a result."""
+    from nvflare_lazy.aggregation.vectors import InputVector
+    from nvflare_lazy.errors import SourceError
+
+    read = InputVector.read
+
+    def fail(vector, start, buffer):
+        if "b.pt" in vector._sources[0].describe():
+            raise SourceError("b.pt: the disk broke")
+        read(vector, start, buffer)
+
+    monkeypatch.setattr(InputVector, "read", fail)
+    code, out, err = cli("aggregate", *models, "--out", "x.safetensors")
+    assert (code, out) == (1, "x.safetensors: mean of 2, 2 tensors, 88 B\n")
+    assert err == "Left out b.pt: b.pt: the disk broke\n"
+    assert load_file("x.safetensors")["w"].unique().tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((), 2, "Missing option '--out'"),
+        (("--out", "x", "--weights", "1,2"), 2, "--weights has 2 numbers, but there are 3 IN"),
+        (("--out", "x", "--weights", "1,2,x"), 2, "is no list of numbers"),
+        (("--out", "x", "--weights", "1,2,-1"), 1, "the weight of 'c.safetensors' is -1.0"),
+        (("--out", "x", "--rule", "best"), 2, "there is no aggregation rule 'best'"),
+        (("--out", "x", "--rule", "krum"), 1, "at least 5 are needed"),
+        (("--out", "x", "--rule", "krum", "--set", "f=1"), 2, "unexpected keyword argument 'f'"),
+        (("--out", "x", "--set", "f"), 2, "'f' is not of the form NAME=VALUE"),
+        (("--out", "x", "--set", "f=many"), 2, "'many' is no number"),
+        (("--out", "x", "--rule", "clipped_mean", "--set", "clip_norm=1"), 1, "give the global model as reference"),
+        (("--out", "x", "--memory", "1KiB"), 1, "a memory budget of 1.0 KiB is too small"),
+        (("--out", "x", "--exclude", "("), 2, "is no regular expression"),
+        (("a.safetensors", "--out", "x"), 2, "The same IN is given twice"),
+        (("gone.safetensors", "--out", "x"), 1, "gone.safetensors: No such file"),
+    ],
+)
+def test_mistakes(cli, models, tmp_path, arguments, code, message):
+    """Each is told in a line, and nothing is written."""
+    before = {*os.listdir(tmp_path)}
+    result = cli("aggregate", *models, *arguments)
+    assert result.code == code
+    assert message in result.err
+    assert "Traceback" not in result.err
+    assert {*os.listdir(tmp_path)} == before
