@@ -37,6 +37,7 @@ def draw(
         last.plot(range(len(values)), values, color=colour, marker=marker, label=name)
     last.set_title("accuracy of the global model", fontsize=11)
     last.set_xlabel("rounds of training")
+    last.set_xticks(range(len(values)))
     last.set_ylim(0, 1.03)
     last.grid(alpha=0.3)
     last.legend(frameon=False, loc="center right")
