@@ -26,10 +26,10 @@ from nvflare_lazy.aggregation import (
     rule_names,
     to_rule,
 )
+from nvflare_lazy.aggregation.testing import RuleContract
 from nvflare_lazy.errors import ReferenceNeededError
 from tests.aggregation import reference_rules as reference
 from tests.aggregation.contributions import INTEGERS, flat, matrix, random_round, rounds, ulps
-from tests.aggregation.rule_contract import RuleContract
 
 
 @pytest.fixture(scope="module")
@@ -143,12 +143,12 @@ class TestMeanHolds(RuleContract):
 
 class TestMedianHolds(RuleContract):
     rule = Median()
-    orders = True
+    has_order = True
 
 
 class TestTrimmedMeanHolds(RuleContract):
     rule = TrimmedMean(byzantine=2)
-    orders = True
+    has_order = True
 
 
 class TestKrumHolds(RuleContract):
@@ -161,7 +161,7 @@ class TestMultiKrumHolds(RuleContract):
 
 class TestBulyanHolds(RuleContract):
     rule = Bulyan(byzantine=1)
-    orders = True
+    has_order = True
 
 
 class TestGeometricMedianHolds(RuleContract):
@@ -181,7 +181,7 @@ class Midrange(CoordinateRule):
 
 class TestUsersCoordinateRuleHolds(RuleContract):
     rule = Midrange()
-    orders = True
+    has_order = True
 
 
 class WithoutTheFarthest(Rule):

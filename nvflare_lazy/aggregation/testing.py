@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every aggregation rule must hold, as a class of tests: for the rules of this package, and for users' own.
+
+Stands beside the walk of a round. pytest collects a subclass of it that says which rule it is about; nothing else of
+pytest is needed.
+
+    class TestMyRule(RuleContract):
+        rule = MyRule()
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from nvflare_lazy.aggregation.aggregate import Aggregation
+from nvflare_lazy.aggregation.report import METADATA_KEY
+from nvflare_lazy.aggregation.rules import Rule, rule_names, to_rule
+from nvflare_lazy.errors import NothingToAggregateError, TooFewContributorsError, UncomputableTensorError
+from nvflare_lazy.formats import open as open_checkpoint
+from nvflare_lazy.formats import save
+from nvflare_lazy.tensors.byte_source import FailedSource
+from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from nvflare_lazy.aggregation.running_round import AggregationResult
+
+Tensors = dict[str, torch.Tensor]
+_ALL_DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+
+
+class RuleContract:
+    """The tests of a rule.
+
+    Attributes:
+        rule: The rule.
+        contributors: How many take part in the tests; more than the rule needs.
+        is_average: Whether each element of a result lies between the least and the greatest that was sent, or is zero.
+        has_order: Whether the rule goes by the order of elements, which complex numbers do not have.
+    """
+
+    rule: ClassVar[Rule]
+    contributors: ClassVar[int] = 9
+    is_average: ClassVar[bool] = True
+    has_order: ClassVar[bool] = False
+
+    def test_same_bits_whatever_the_arrival_tiles_and_threads(self, tmp_path: Path) -> None:
+        """Order of arrival, tile size, number of threads and laziness change no bit."""
+        contributions = self._some()
+        expected = _bits(self._aggregate(contributions, tmp_path / "out.safetensors", threads=1))
+        names = sorted(contributions)
+        for number, (tile, threads) in enumerate([("4KiB", 1), ("4KiB", 8), ("6000B", 3), ("1MiB", 2), (1, 5)]):
+            names = [*names[3:], *reversed(names[:3])]
+            arrived: dict[str, Any] = {name: contributions[name] for name in names}
+            if number % 2:
+                arrived = {
+                    name: open_checkpoint(save(tensors, tmp_path / f"{name}.safetensors"))
+                    for name, tensors in arrived.items()
+                }
+            result = self._aggregate(arrived, tmp_path / f"{number}.safetensors", tile_size=tile, threads=threads)
+            assert _bits(result) == expected, f"other bits with tiles of {tile} and {threads} threads"
+
+    def test_types_and_shapes_stay(self, tmp_path: Path) -> None:
+        """The result has the types and shapes of the contributions, for every type there is, and is finite."""
+        contributions = self._some(
+            {"scalar": ((), torch.float32)} | {str(dtype): ((2, 3), dtype) for dtype in _ALL_DTYPES}
+        )
+        result = self._aggregate(contributions, tmp_path / "out.safetensors").tensors
+        sent = next(iter(contributions.values()))
+        assert {key: (value.dtype, value.shape) for key, value in result.items()} == {
+            key: (value.dtype, value.shape) for key, value in sent.items()
+        }
+        assert all(torch.isfinite(value.double()).all() for value in result.values())
+
+    def test_complex_numbers(self, tmp_path: Path) -> None:
+        """Complex tensors are aggregated, or refused by a rule that goes by order."""
+        contributions = self._some({"c": ((5,), torch.complex64)})
+
+        def aggregate() -> AggregationResult:
+            return self._aggregate(contributions, tmp_path / "out.safetensors")
+
+        if self.has_order:
+            assert "'c'" in _raised(UncomputableTensorError, aggregate)
+        else:
+            assert aggregate().tensors["c"].dtype is torch.complex64
+
+    def test_between_least_and_greatest(self, tmp_path: Path) -> None:
+        """No element of an average leaves the range of what was sent and zero, where the global model is."""
+        contributions = self._some()
+        result = self._aggregate(contributions, tmp_path / "out.safetensors").tensors
+        for key, value in result.items():
+            sent = torch.stack([tensors[key].double() for tensors in contributions.values()])
+            sent = torch.cat([sent, torch.zeros_like(sent[:1])])
+            is_between = (sent.amin(0) <= value.double()) & (value.double() <= sent.amax(0))
+            assert is_between.all() or not self.is_average
+
+    def test_who_fails_is_left_out_whole(self, tmp_path: Path) -> None:
+        """The result is that of the others, and says who was left out and why."""
+        contributions = self._some()
+        broken = sorted(contributions)[4]
+        others = {name: tensors for name, tensors in contributions.items() if name != broken}
+        # The type that is read last: all that came before must be gone from the result.
+        last = contributions[broken]["narrow"]
+        source = FailedSource(last.numel() * last.itemsize, OSError("the disk is on fire"))
+        contributions[broken] = {**contributions[broken], "narrow": LazyTensor(source, last.dtype, last.shape)}
+        result = self._aggregate(contributions, tmp_path / "out.safetensors")
+        assert _bits(result) == _bits(self._aggregate(others, tmp_path / "expected.safetensors"))
+        assert result.report.contributors == tuple(sorted(others))
+        assert str(result.report.left_out[broken]) == "the disk is on fire"
+
+    def test_too_few_contributors(self, tmp_path: Path) -> None:
+        """With fewer than it needs, the error says how many are needed, and there is no file."""
+        contributions = dict(sorted(self._some().items())[: self.rule.needs])
+        fewer = dict([*contributions.items()][1:])
+
+        def aggregate() -> AggregationResult:
+            return self._aggregate(fewer, tmp_path / "out.safetensors")
+
+        if fewer:
+            assert f"at least {self.rule.needs} are needed" in _raised(TooFewContributorsError, aggregate)
+        else:
+            _raised(NothingToAggregateError, aggregate)
+        assert not any(tmp_path.iterdir())
+        self._aggregate(contributions, tmp_path / "out.safetensors")
+
+    def test_says_how_the_result_was_made(self, tmp_path: Path) -> None:
+        """The report is plain values, the file's metadata has the same, and the description makes the same rule."""
+        result = self._aggregate(self._some(), tmp_path / "out.safetensors")
+        written = json.loads(result.tensors.metadata[METADATA_KEY])
+        assert written["rule"] == self.rule.describe()
+        assert written["contributors"] == [f"site-{number}" for number in range(self.contributors)]
+        said = json.loads(json.dumps(result.report.as_dict()))
+        assert written == {key: said[key] for key in written}
+        if self.rule.name in rule_names():
+            assert to_rule(self.rule.describe()) == self.rule
+
+    def test_little_memory(self, tmp_path: Path) -> None:
+        """A small budget makes small tiles, and no other result."""
+        contributions = self._some()
+        expected = _bits(self._aggregate(contributions, tmp_path / "out.safetensors"))
+        result = self._aggregate(contributions, tmp_path / "small.safetensors", memory_budget="512KiB", threads=4)
+        assert _bits(result) == expected
+
+    def test_whole_updates(self, tmp_path: Path) -> None:
+        """Who lacks a tensor is left out if the rule needs whole updates, and does not count for that one if not."""
+        contributions = self._some()
+        lacking = sorted(contributions)[0]
+        del contributions[lacking]["small"]
+        result = self._aggregate(contributions, tmp_path / "out.safetensors", on_mismatch="leave_out")
+        assert (lacking in result.report.left_out) == self.rule.whole_updates
+        assert ("small" in result.report.partial) == (not self.rule.whole_updates)
+
+    def _some(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None) -> dict[str, Tensors]:
+        if tensors is None:
+            # Such that end in the middle of a block, one of several tiles, and one without elements.
+            tensors = {
+                "odd": ((700,), torch.float32),
+                "small": ((3, 5), torch.float32),
+                "empty": ((0,), torch.float32),
+                "narrow": ((9, 1000), torch.bfloat16),
+            }
+        generator = torch.Generator().manual_seed(0)
+        return {
+            f"site-{number}": {key: _random(shape, dtype, generator) for key, (shape, dtype) in tensors.items()}
+            for number in range(self.contributors)
+        }
+
+    def _aggregate(
+        self, contributions: Mapping[str, Mapping[str, Any]], out: Path, **settings: Any
+    ) -> AggregationResult:
+        model = {key: torch.zeros_like(value) for key, value in self._some_of(contributions).items()}
+        weights = {name: float(name[-1]) + 1 for name in contributions}
+        aggregation = Aggregation(self.rule, durable=False, **settings)
+        return aggregation.run(contributions, out, weights=weights, reference=model)
+
+    @staticmethod
+    def _some_of(contributions: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+        return max(contributions.values(), key=len, default={})
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    if dtype.is_complex:
+        return torch.complex(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(0, 2 if dtype is torch.bool else 100, shape, generator=generator).to(dtype)
+
+
+def _bits(result: AggregationResult) -> dict[str, bytes]:
+    return {key: bytes(value.source.read()) for key, value in result.tensors.items()}
+
+
+def _raised(error: type[Exception], call: Callable[[], object]) -> str:
+    try:
+        call()
+    except error as raised:
+        return str(raised)
+    raise AssertionError(f"{error.__name__} was not raised")
