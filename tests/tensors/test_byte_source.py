@@ -10,6 +10,7 @@ import random
 import threading
 import weakref
 
+import numpy as np
 import pytest
 
 from nvflare_lazy.errors import LazyTensorError, ReleasedSourceError, SourceError, TruncatedSourceError
@@ -168,3 +169,37 @@ def test_failed_source_raises_a_fresh_copy():
     assert error.__traceback__ is None
     assert "the sender died" in source.describe()
     assert source.read(0, 0) == b""
+
+
+class TwoPartError(Exception):
+    """Cannot be copied: its constructor takes other arguments than it keeps."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def test_failures_that_cannot_be_copied_are_told_in_other_words():
+    """The text survives an exception whose constructor does not take what it was made of."""
+    source = FailedSource(8, TwoPartError("this", "that"))
+    with pytest.raises(SourceError, match="TwoPartError: this and that"):
+        source.read()
+
+
+def test_an_error_that_is_kept_keeps_no_file_open(tmp_path):
+    """Whoever keeps an error with its traceback does not keep the descriptor, and so the space on disk."""
+    (tmp_path / "file").write_bytes(DATA)
+    before = descriptors()
+    source = open_source(tmp_path / "file")
+    os.truncate(tmp_path / "file", 0)
+    with pytest.raises(TruncatedSourceError) as caught:
+        source.read()
+    source._file.close()
+    assert descriptors() == before
+    assert caught.value.__traceback__ is not None
+
+
+def test_nothing_is_read_into_an_empty_buffer(tmp_path):
+    """Buffers with a zero in their shape, which Python does not cast, are filled with nothing."""
+    (tmp_path / "file").write_bytes(DATA)
+    open_source(tmp_path / "file").read_into(np.zeros((3, 0)), 7)
+    assert MemorySource(np.zeros((0, 4), np.float32)).nbytes == 0

@@ -232,3 +232,17 @@ def test_what_has_no_bytes_is_refused():
         LazyArray(MemorySource(bytes(8)), object, (1,))
     with pytest.raises(ValueError, match="has 8 bytes, not 7"):
         LazyArray(MemorySource(bytes(7)), np.float64, (1,))
+    with pytest.raises(ValueError, match="shape"):
+        LazyArray(MemorySource(bytes(4)), np.float32, (-1, -1))
+    with pytest.raises(UnsupportedDtypeError, match="nothing"):
+        LazyArray(MemorySource(b""), "S0", (3,))
+    lazy(X).read_into(np.zeros((0, 8), np.float32), 3)
+
+
+def test_operators_are_those_of_arrays():
+    """Operators give what the array's give, also where the ufunc of that name does not: powers of flags, text."""
+    flags = X > 3
+    assert_same(lazy(flags) ** 2, flags**2)
+    assert_same(lazy(X) == "text", X == "text")
+    assert_same([1.0] * 8 + lazy(X), [1.0] * 8 + X)
+    assert_same(X ** lazy(X), X**X)

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping
 
 import pytest
@@ -64,6 +67,34 @@ def test_is_a_mapping(tmp_path):
     assert repr(made) == "LazyTensorDict(3 tensors, 120 bytes)"
     with pytest.raises(TypeError, match="does not support item assignment"):
         made["a"] = torch.zeros(1)
+
+
+def test_copies_share(tmp_path):
+    """A copy, deep or not, is the dictionary itself: it cannot be changed, and its bytes are shared anyway."""
+    made = make(tmp_path)
+    assert copy.copy(made) is made
+    copied = copy.deepcopy({"params": made, "again": made})
+    assert copied["params"] is copied["again"] is made
+
+
+def test_pickles_as_a_state_dict(tmp_path):
+    """Pickled or saved by torch it is an ordinary dictionary of ordinary tensors, with ties and order kept."""
+    made = make(tmp_path)
+    torch.save(made, tmp_path / "saved.pt")
+    for loaded in (pickle.loads(pickle.dumps(made)), torch.load(tmp_path / "saved.pt", weights_only=True)):
+        assert type(loaded) is OrderedDict
+        assert list(loaded) == ["a", "b", "tied"]
+        assert all(type(tensor) is torch.Tensor and torch.equal(tensor, made[name]) for name, tensor in loaded.items())
+        assert loaded["tied"] is loaded["a"]
+
+
+def test_equality_of_what_is_the_same(tmp_path):
+    """A dictionary equals itself and a dict of its tensors, without reading any; others compare as tensors do."""
+    made = make(tmp_path)
+    made.cleanup()
+    assert made == dict(made)
+    assert {**made} == dict(made)
+    assert made != {"a": 1}
 
 
 def test_tied_entries_stay_tied(tmp_path):
