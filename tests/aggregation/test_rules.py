@@ -230,10 +230,18 @@ def test_every_rule_goes_by_its_name(name):
     assert to_rule(name).name == to_rule({"name": name}).name == name
 
 
+def test_a_rule_of_ones_own_goes_by_its_name():
+    """With its module, wherever names are wanted."""
+    assert to_rule({"name": "nvflare_lazy.aggregation.rules.krum.Krum", "byzantine": 3}) == Krum(3)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ("avg", "there is no aggregation rule 'avg'; there are mean, median"),
+        ("no_such_module.Rule", "there is no aggregation rule 'no_such_module.Rule': No module named"),
+        ("json.Rule", "there is no aggregation rule 'json.Rule': module 'json' has no attribute"),
+        ("json.JSONDecoder", "json.JSONDecoder is no aggregation rule: it must be a subclass"),
         ({"name": "krum", "byzantine": -1}, "byzantine is how many contributors may lie"),
         ({"name": "trimmed_mean", "byzantine": 0.2}, "byzantine is how many contributors may lie"),
         ({"name": "krum", "f": 2}, "unexpected keyword argument 'f'"),

@@ -7,6 +7,7 @@ A rule decides how the contributions of a round become one model; the engine doe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from nvflare_lazy.aggregation.rules.base import CoordinateRule, Round, Rule
@@ -47,7 +48,8 @@ def to_rule(rule: str | Mapping[str, Any] | Rule) -> Rule:
     """Return the rule that a caller or a configuration names.
 
     Args:
-        rule: A name, a name with parameters, or a rule.
+        rule: A name, a name with parameters, or a rule. A name with a dot in it is that of a class of one's own in a
+            module that can be imported.
 
     Example:
         >>> to_rule({"name": "trimmed_mean", "byzantine": 2})
@@ -57,9 +59,21 @@ def to_rule(rule: str | Mapping[str, Any] | Rule) -> Rule:
         return rule
     parameters = {"name": rule} if isinstance(rule, str) else dict(rule)
     name = parameters.pop("name", None)
-    if name not in _RULES:
-        raise ValueError(f"there is no aggregation rule {name!r}; there are {', '.join(_RULES)}")
+    kind = _RULES.get(str(name)) or _imported(str(name))
     try:
-        return _RULES[name](**parameters)
+        return kind(**parameters)
     except TypeError as error:
         raise ValueError(f"aggregation rule {name!r}: {str(error).partition(' ')[2]}") from None
+
+
+def _imported(name: str) -> type[Rule]:
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        raise ValueError(f"there is no aggregation rule {name!r}; there are {', '.join(_RULES)}")
+    try:
+        kind = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"there is no aggregation rule {name!r}: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Rule)):
+        raise ValueError(f"{name} is no aggregation rule: it must be a subclass of nvflare_lazy.aggregation.Rule")
+    return kind
