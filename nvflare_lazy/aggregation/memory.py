@@ -6,13 +6,13 @@ Between the user's "256MiB" and the tiles of a round: nothing is allocated while
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 
 from nvflare_lazy.errors import MemoryBudgetError
 from nvflare_lazy.tensors.raw_bytes import storage_bytes
+from nvflare_lazy.tensors.shared_work import available_cores
 from nvflare_lazy.tensors.sizes import format_size
 
 #: Tiles begin at multiples of this many elements: statistics are summed in blocks of it, whatever the tile size.
@@ -66,11 +66,6 @@ def plan_memory(
         f"a memory budget of {format_size(budget)} is too small: with {bytes_per_element} bytes for each element of "
         f"a tile, at least {format_size(BLOCK * bytes_per_element + fixed)} are needed; raise memory_budget"
     )
-
-
-def available_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Arena:

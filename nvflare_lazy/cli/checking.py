@@ -90,8 +90,8 @@ def check(file: str, *, section: str | None = None, finite: bool = False) -> Rep
 
 def _checksum_steps(tensors: LazyTensorDict) -> Iterator[_Step]:
     """Yield the records of the zip archives a checkpoint is in, the only kind of file that has checksums."""
-    places = (entry.source.file_range() for entry in tensors.entries.values())
-    for file in dict.fromkeys(place[0] for place in places if place is not None):
+    files = (entry.source.file() for entry in tensors.entries.values())
+    for file in dict.fromkeys(file for file in files if file is not None):
         head = bytearray(min(HEAD_BYTES, file.size))
         file.read_into(memoryview(head), 0)
         if sniff_pytorch(bytes(head)) == "zip":
@@ -113,7 +113,7 @@ def _reading_steps(tensors: LazyTensorDict, finite: bool, is_read: bool) -> Iter
         if finite and not isinstance(entry, UntypedEntry) and _may_be_infinite(entry.dtype):
             if id(entry) not in seen:
                 yield _Step(what, entry.nbytes, partial(_check_values, entry.lazy()))
-        elif id(entry.source) not in seen and not (is_read and entry.source.file_range()):
+        elif id(entry.source) not in seen and not (is_read and entry.source.file()):
             yield _Step(what, entry.source.nbytes, partial(_read, entry.source))
         seen.update((id(entry), id(entry.source)))
 

@@ -8,12 +8,16 @@ rounded on its way, exactly as `torch.Tensor.to` rounds.
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 import torch
 
 from nvflare_lazy.errors import UnsupportedDtypeError
 from nvflare_lazy.tensors.byte_source import ByteSource
 from nvflare_lazy.tensors.raw_bytes import storage_bytes
+
+if TYPE_CHECKING:
+    from nvflare_lazy.tensors.byte_source import OpenFile
 
 # What is cast at once stays in the cache of a core.
 _TILE_ELEMENTS = 1 << 18
@@ -45,6 +49,9 @@ class CastSource(ByteSource):
 
     def describe(self) -> str:
         return self._source.describe()
+
+    def file(self) -> OpenFile | None:
+        return self._source.file()
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:
         width, done = self._to.itemsize, 0

@@ -17,6 +17,8 @@ from nvflare_lazy.tensors.byte_source import ByteSource
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nvflare_lazy.tensors.byte_source import OpenFile
+
 
 class _RewrittenSource(ByteSource):
     """Elements of `width` bytes that are changed in place after they were read."""
@@ -28,6 +30,9 @@ class _RewrittenSource(ByteSource):
 
     def describe(self) -> str:
         return self._base.describe()
+
+    def file(self) -> OpenFile | None:
+        return self._base.file()
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:
         before = offset % self._width

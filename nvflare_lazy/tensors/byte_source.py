@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from nvflare_lazy.errors import ReleasedSourceError, SourceError, TruncatedSourceError
+from nvflare_lazy.tensors.shared_work import in_shares
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,8 +36,9 @@ def bytes_of(buffer: Buffer) -> memoryview:
 class ByteSource(ABC):
     """A fixed run of bytes that can be read at random, from many threads at once.
 
-    A subclass sets `nbytes` and implements `_read_into` and `describe`. It may override `slice` to stay flat, and
-    `file_range` if the bytes lie contiguous in a file, so that the kernel can copy them.
+    A subclass sets `nbytes` and implements `_read_into` and `describe`. It may override `slice` to stay flat,
+    `file_range` if the bytes lie contiguous in a file, so that the kernel can copy them, and `file` if they are made
+    from what is in a file.
     """
 
     nbytes: int
@@ -80,6 +82,11 @@ class ByteSource(ABC):
         """Return the open file and the offset in it at which the bytes lie contiguous, or None if they do not."""
         return None
 
+    def file(self) -> OpenFile | None:
+        """Return the open file that is read when this is, or None if there is none."""
+        found = self.file_range()
+        return None if found is None else found[0]
+
 
 class SourceSlice(ByteSource):
     """A part of another source."""
@@ -107,6 +114,9 @@ class SourceSlice(ByteSource):
     def file_range(self) -> tuple[OpenFile, int] | None:
         base = self._base.file_range()
         return None if base is None else (base[0], base[1] + self._offset)
+
+    def file(self) -> OpenFile | None:
+        return self._base.file()
 
 
 class MemorySource(ByteSource):
@@ -183,19 +193,22 @@ class OpenFile:
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from `offset` of the file on."""
-        done = 0
         with self.descriptor() as fd:
-            while done < len(buffer):
-                try:
-                    count = os.preadv(fd, [buffer[done : done + _MOST_BYTES_A_READ]], offset + done)
-                except OSError as error:
-                    raise SourceError(f"cannot read {self.path}: {error}") from error
-                if count == 0:
-                    raise TruncatedSourceError(
-                        f"{self.path} ends at byte {offset + done}, {len(buffer) - done} bytes before the tensor does: "
-                        "the file was cut short after it was opened"
-                    )
-                done += count
+            in_shares(lambda begin, end: self._read_part(fd, buffer[begin:end], offset + begin), len(buffer))
+
+    def _read_part(self, fd: int, buffer: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(fd, [buffer[done : done + _MOST_BYTES_A_READ]], offset + done)
+            except OSError as error:
+                raise SourceError(f"cannot read {self.path}: {error}") from error
+            if count == 0:
+                raise TruncatedSourceError(
+                    f"{self.path} ends at byte {offset + done}, {len(buffer) - done} bytes before the tensor does: "
+                    "the file was cut short after it was opened"
+                )
+            done += count
 
 
 class FileSource(ByteSource):

@@ -174,8 +174,8 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
 
 
 def _files(entries: Mapping[str, TensorEntry]) -> set[OpenFile]:
-    ranges = (entry.source.file_range() for entry in entries.values())
-    return {found[0] for found in ranges if found is not None}
+    found = (entry.source.file() for entry in entries.values())
+    return {file for file in found if file is not None}
 
 
 def _remove_tree(path: str, owner: int) -> None:

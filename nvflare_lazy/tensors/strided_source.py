@@ -18,6 +18,8 @@ from nvflare_lazy.tensors.raw_bytes import extent
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from nvflare_lazy.tensors.byte_source import OpenFile
+
 # The most that is read from the storage at once.
 _BLOCK_BYTES = 4 << 20
 # A gap this small is read over: a system call costs as much.
@@ -56,6 +58,9 @@ class StridedSource(ByteSource):
 
     def describe(self) -> str:
         return self._base.describe()
+
+    def file(self) -> OpenFile | None:
+        return self._base.file()
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:
         start, skipped = divmod(offset, self._itemsize)

@@ -72,9 +72,10 @@ class DiskArrayConsumer(DiskConsumer):
     def arrays(self) -> dict[str, LazyArray]:
         """Return what was received; the arrays keep the directory alive."""
         received = self.sources()
-        ranges = (source.file_range() for _, source in received.values())
-        for file in {found[0] for found in ranges if found is not None}:
-            file.hold(self.lease())
+        files = {source.file() for _, source in received.values()}
+        for file in files:
+            if file is not None:
+                file.hold(self.lease())
         return {name: LazyArray(source, placed.dtype, placed.shape) for name, (placed, source) in received.items()}
 
 

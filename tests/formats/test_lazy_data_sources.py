@@ -123,6 +123,18 @@ def test_cleanup_releases_the_file(saved):
         tensor.tolist()
 
 
+def test_cleanup_reaches_files_under_rewritten_bytes(tmp_path):
+    """A file whose bytes are turned around, conjugated or gathered as they are read is closed like any other."""
+    content = {"plain": torch.randn(3, 4), "strided": torch.randn(6, 8)[::2, ::3]}
+    files.save_big_endian(content, tmp_path / "model.pt", 4)
+    lazy = open_pytorch(tmp_path / "model.pt")
+    held = [lazy["plain"], lazy["strided"], lazy["plain"].t()]
+    lazy.cleanup()
+    for tensor in held:
+        with pytest.raises(OSError, match="released"):
+            tensor.tolist()
+
+
 def test_many_threads(kind, tmp_path):
     """Many threads that read views of one storage at once get what one does."""
     base = torch.randn(64, 48)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long reads are shared among threads: every byte once, and nobody works on the caller's memory after the end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from nvflare_lazy.errors import TruncatedSourceError
+from nvflare_lazy.tensors import shared_work
+from nvflare_lazy.tensors.byte_source import open_source
+from nvflare_lazy.tensors.shared_work import LEAST_SHARED_BYTES, in_shares
+
+MANY = 3 * LEAST_SHARED_BYTES + 5
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch):
+    """Have helpers on any machine."""
+    monkeypatch.setattr(shared_work, "available_cores", lambda: 4)
+    monkeypatch.setattr(shared_work, "_helpers", shared_work._Helpers())
+
+
+@pytest.mark.parametrize("nbytes", [LEAST_SHARED_BYTES, MANY, 100 * LEAST_SHARED_BYTES + 1])
+def test_pieces_make_up_the_whole(nbytes):
+    """The pieces follow on each other from the first byte to the last, and several threads do them."""
+    seen, together = [], threading.Barrier(4, timeout=30)
+    first = threading.local()
+
+    def work(begin, end):
+        if not hasattr(first, "piece"):
+            first.piece = begin
+            together.wait()  # none passes before all four have begun
+        seen.append((begin, end))
+
+    in_shares(work, nbytes)
+    seen.sort()
+    assert [begin for begin, _ in seen] == [0, *(end for _, end in seen[:-1])]
+    assert seen[-1][1] == nbytes
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, LEAST_SHARED_BYTES - 1])
+def test_short_work_stays_with_the_caller(nbytes):
+    """What is not worth sharing is done in one go by the thread that asks."""
+    seen = []
+    in_shares(lambda begin, end: seen.append((begin, end, threading.get_ident())), nbytes)
+    assert seen == [(0, nbytes, threading.get_ident())]
+
+
+def test_busy_helpers_keep_nobody_waiting():
+    """A caller does everything itself while the helpers are busy with another's work."""
+    release, busy, own = threading.Event(), threading.Barrier(5, timeout=30), threading.get_ident()
+
+    def hold(begin, end):
+        if begin < 4 * (MANY // 16):
+            busy.wait()
+            release.wait(30)
+
+    other = threading.Thread(target=in_shares, args=(hold, MANY))
+    other.start()
+    busy.wait()
+    try:
+        seen = []
+        in_shares(lambda begin, end: seen.append((begin, end, threading.get_ident())), MANY)
+        assert {ident for *_, ident in seen} == {own}
+        assert sum(end - begin for begin, end, _ in seen) == MANY
+    finally:
+        release.set()
+        other.join(30)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_errors_wait_for_the_helpers(own):
+    """An error in any thread is raised, no further piece is begun, and by then nobody is at work any more."""
+    caller, running, begun = threading.get_ident(), [], []
+    together = threading.Barrier(4, timeout=30)
+
+    def work(begin, end):
+        running.append(begin)
+        begun.append(begin)
+        together.wait()
+        try:
+            if (threading.get_ident() == caller) == own:
+                raise KeyboardInterrupt if own else OSError("broken")
+            threading.Event().wait(0.1)
+        finally:
+            running.remove(begin)
+
+    with pytest.raises(KeyboardInterrupt if own else OSError):
+        in_shares(work, MANY)
+    assert not running
+    assert len(begun) == 4
+
+
+def test_memory_is_let_go(tmp_path):
+    """What helpers have not looked at yet does not hold on to the caller's memory."""
+    job = shared_work._Job(lambda begin, end: None, MANY, 3)
+    job.run()
+    job.help()
+    assert not hasattr(job, "_work")
+
+
+def test_a_file_cut_short_is_named(tmp_path):
+    """A piece that meets the end of a file says where that was."""
+    path = tmp_path / "data"
+    path.write_bytes(os.urandom(MANY))
+    source = open_source(path)
+    assert source.read() == path.read_bytes()
+    os.truncate(path, MANY - 3)
+    with pytest.raises(TruncatedSourceError, match=f"ends at byte {MANY - 3}"):
+        source.read()
+
+
+def test_forked_child_has_its_own_helpers(tmp_path):
+    """A child has none of its parent's threads; it reads with new ones."""
+    path = tmp_path / "data"
+    path.write_bytes(os.urandom(MANY))
+    source = open_source(path)
+    expected = source.read()
+    child = os.fork()
+    if not child:
+        os._exit(0 if source.read() == expected else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_reading_while_the_interpreter_ends(tmp_path):
+    """Whoever reads in an exit handler, or when no thread can be started, still gets all bytes."""
+    path = tmp_path / "data"
+    path.write_bytes(b"x" * MANY)
+    script = f"""
+import atexit, threading
+from nvflare_lazy.tensors import shared_work
+shared_work._helpers.most = 3
+from nvflare_lazy.tensors.byte_source import open_source
+source = open_source({str(path)!r})
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = refuse
+print(source.read().count(b"x"))
+atexit.register(lambda: print(source.read().count(b"x")))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert (done.stdout.split(), done.stderr) == ([str(MANY)] * 2, "")
