@@ -46,7 +46,7 @@ class Watch:
     """What the caller wants to know while the threads work, and how it calls them off.
 
     Args:
-        progress: Called now and then in the caller's own thread.
+        progress: Called in the caller's own thread now and then, if it got on since.
         cancel: Asked now and then whether to stop: a function, or the `is_set` of an event.
     """
 
@@ -58,6 +58,7 @@ class Watch:
         self._stage = ""
         self._total = 0
         self._done = 0
+        self._reported: Progress | None = None
         self._lock = threading.Lock()
 
     def begin(self, stage: str, total: int) -> None:
@@ -75,7 +76,10 @@ class Watch:
         if self._cancel is not None and self._cancel():
             raise AggregationCancelledError("the aggregation was cancelled; nothing of it was written")
         if self._progress is not None:
-            self._progress(Progress(self._stage, self._done, self._total))
+            report = Progress(self._stage, self._done, self._total)
+            if report != self._reported:
+                self._reported = report
+                self._progress(report)
 
 
 class _Pass(Generic[_Task, _Result]):
