@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from nvflare.apis.fl_context import FLContext
 
+from nvflare_lazy.scratch import reset_job_scratch
+
 if TYPE_CHECKING:
     from nvflare_lazy.flare.lazy_model_persistor import LazyModelPersistor
     from nvflare_lazy.flare.round_log import RoundLog
@@ -48,3 +50,12 @@ def round_log_of(fl_ctx: FLContext | None) -> RoundLog | None:
     """Return the log of rounds, if somebody keeps one."""
     found: RoundLog | None = fl_ctx.get_prop(_ROUND_LOG) if fl_ctx else None
     return found
+
+
+def release_scratch(fl_ctx: FLContext) -> None:
+    """Release, at the end of a run, the scratch that nobody configured; the offload component sees to its own.
+
+    Job processes end in a way that leaves nothing to do later.
+    """
+    if offload_of(fl_ctx) is None:
+        reset_job_scratch()

@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.abstract.model import ModelLearnableKey
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
@@ -98,6 +100,12 @@ class LazyAggregator(ModelAggregator):
         install()
 
     # ---- NVFlare's side ------------------------------------------------------------------------------------------
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.END_RUN:
+            self._round.clear()
+            job_context.release_scratch(fl_ctx)
 
     def accept_model(self, model: FLModel) -> None:
         """Take a client's result into the round.

@@ -144,6 +144,7 @@ class LazyModelPersistor(ModelPersistor):
             self._current = {}
             if self._store is not None:
                 self._store.clear_incoming()
+            job_context.release_scratch(fl_ctx)
 
     def load_model(self, fl_ctx: FLContext) -> ModelLearnable | None:
         """Return the model the job begins with, as lazy tensors or arrays."""

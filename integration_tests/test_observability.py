@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job says about its rounds: a line for people, a record for programs, a metric for receivers of analytics."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from benchmarks.fl_job import MIB, FLJob
+from integration_tests.conftest import JobRunner, records
+
+WITNESS = Path(__file__).parent / "witnesses" / "witness.py"
+LINE = re.compile(r"round (\d): result of (site-\d) after [\d.]+ s: 1\.0 MiB in 4 tensors, on disk; process memory")
+END = re.compile(
+    r"round (\d) done in [\d.]+ s, aggregated in [\d.]+ s: 2 of 3 clients, 3\.0 MiB received; .*left out: "
+)
+
+
+def test_every_round_is_told_three_times(run_job: JobRunner, tmp_path: Path):
+    """INFO lines, JSON lines in the run directory and analytics events say the same, the client left out included."""
+    seen = tmp_path / "witness.jsonl"
+    job = FLJob(
+        mode="lazy",
+        clients=3,
+        model_mib=1,
+        tensors=4,
+        rounds=1,
+        trainer=WITNESS.parents[1] / "faulty_trainer.py",
+        components=({"id": "metrics", "path": "witness.MetricsWitness"},),
+        files=(WITNESS,),
+    )
+    result = run_job(job, environment={"WITNESS": str(seen), "FAULTS": '{"2": "nan"}'})
+
+    lines = [line for line in result.server_log.splitlines() if " - INFO - " in line]
+    told = [match.groups() for line in lines if (match := LINE.search(line))]
+    assert sorted(told) == [("0", f"site-{site}") for site in (1, 2, 3)]
+    (end,) = [line for line in lines if END.search(line)]
+    assert "site-2 (" in end
+    assert "nan" in end
+
+    contributions = {record["client"]: record for record in records(result, "contribution")}
+    assert contributions.keys() == {"site-1", "site-2", "site-3"}
+    for record in contributions.values():
+        assert (record["nbytes"], record["tensors"], record["on_disk"], record["round"]) == (MIB, 4, True, 0)
+        assert 0 < record["seconds"] < result.seconds
+    (record,) = records(result, "round")
+    assert record["received_bytes"] == 3 * MIB
+    assert record["took_part"] == ["site-1", "site-3"]
+    assert record["left_out"].keys() == {"site-2"}
+    assert record["scratch_peak_bytes"] >= 3 * MIB
+    assert 0 < record["memory_bytes"] <= result.server_peak + MIB
+    assert 0 < record["aggregation_seconds"] < record["seconds"] < result.seconds
+
+    notes = [json.loads(line) for line in seen.read_text().splitlines()]
+    metrics = {note["tag"].removeprefix("nvflare_lazy/"): note for note in notes}
+    assert len(metrics) == len(notes)
+    assert {note["step"] for note in notes} == {0}
+    for name in ("received_bytes", "seconds", "aggregation_seconds", "memory_bytes", "scratch_bytes"):
+        assert metrics[name]["value"] == record[name]
+    assert metrics["took_part"]["value"] == 2
+    assert metrics["left_out"]["value"] == 1
