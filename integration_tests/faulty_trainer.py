@@ -27,8 +27,8 @@ def spoilt(self, index):
         return item[: len(item) // 2]
     if index >= 2 and fault == "dies":
         os._exit(9)
-    if index >= 2 and fault == "stalls":
-        time.sleep(3600)
+    if index == 2 and fault == "pauses":
+        time.sleep(15)
     return item
 
 

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainers in processes of their own: one dies or hangs while its result is read, and costs no more than itself.
+
+NVFlare ends the job of a site whose trainer died with a result it had announced; a site that only hung comes back.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import nvflare_lazy
+from benchmarks.fl_job import FLJob, RunResult
+from benchmarks.fl_job.poc import run_in_poc
+from integration_tests.conftest import JobRunner, left_in, records, server_app
+from integration_tests.expected import next_global, start, ulps
+
+FAULTY = Path(__file__).parent / "faulty_trainer.py"
+
+
+def job(wait: int) -> FLJob:
+    return FLJob(
+        mode="lazy",
+        clients=3,
+        model_mib=1,
+        tensors=4,
+        rounds=2,
+        external=True,
+        trainer=FAULTY,
+        controller_path="nvflare_lazy.flare.LazyFedAvg",
+        controller={"min_responses": 2, "wait_time_after_min_received": wait},
+    )
+
+
+def check(result: RunResult, scratch: Path, after: list[int]) -> None:
+    first, second = records(result, "round")
+    assert first["took_part"] == ["site-1", "site-3"]
+    assert first["left_out"].keys() == {"site-2"}
+    print("left out of round 0: site-2,", first["left_out"]["site-2"])
+    assert second["took_part"] == [f"site-{site}" for site in after]
+    value = next_global(start(1, result.job.elements), [1, 3]).astype("float32")
+    saved = nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors")
+    assert ulps(saved["layer00001"].numpy(), next_global(value, after)) <= 1
+    assert not left_in(scratch)
+
+
+@pytest.mark.slow
+def test_one_that_hangs_is_back_in_the_next_round(run_job: JobRunner):
+    """It is silent in mid-upload for longer than a round waits: the round ends without it, the next one has it."""
+    result = run_job(job(wait=8), environment={"FAULTS": '{"2": "pauses"}'})
+    check(result, result.workspace.parent / "scratch", after=[1, 2, 3])
+
+
+@pytest.mark.slow
+def test_one_that_dies_is_done_without(run_job: JobRunner):
+    """The job goes on with the others at once; the log has the exit code."""
+    result = run_job(job(wait=8), environment={"FAULTS": '{"2": "dies"}'})
+    check(result, result.workspace.parent / "scratch", after=[1, 3])
+    assert "rc=9" in records(result, "round")[0]["left_out"]["site-2"]
+
+
+@pytest.mark.slow
+def test_one_that_dies_in_a_deployment_is_done_without(tmp_path: Path):
+    """The same with a server and sites as processes of their own."""
+    result = run_in_poc(job(wait=8), tmp_path, environment={"FAULTS": '{"2": "dies"}'})
+    assert result.ok, result.output[-3000:]
+    check(result, tmp_path / "scratch", after=[1, 3])
