@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -14,23 +15,24 @@ import pytest
 import nvflare_lazy
 from benchmarks.fl_job import FLJob
 from benchmarks.fl_job.sampling import descendants
-from integration_tests.conftest import JobRunner, left_in
+from integration_tests.conftest import JobRunner, left_in, records
 from integration_tests.expected import next_global, start, ulps
 from nvflare_lazy.flare.checkpoint_store import CheckpointStore
 from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, MODEL_NAME
-from nvflare_lazy.scratch import list_scratch, reclaim
+from nvflare_lazy.scratch import list_scratch
+from tests.scratch.conftest import small_disk as small_disk
 
 ROUNDS = 3
 
 
-def job_in(checkpoints: Path, rounds: int = ROUNDS, **more: object) -> FLJob:
+def job_in(checkpoints: Path, rounds: int = ROUNDS, persistor: dict | None = None, **more: object) -> FLJob:
     return FLJob(
         mode="lazy",
         model_mib=16,
         tensors=8,
         rounds=rounds,
         controller_path="nvflare_lazy.flare.LazyFedAvg",
-        persistor={"checkpoint_dir": str(checkpoints)},
+        persistor={"checkpoint_dir": str(checkpoints), **(persistor or {})},
         **more,
     )
 
@@ -90,29 +92,93 @@ def test_a_killed_server_goes_on_after_its_last_round(run_job: JobRunner, tmp_pa
 
 @pytest.mark.slow
 def test_the_checkpoint_is_whole_whenever_the_server_is_killed(run_job: JobRunner, tmp_path: Path):
-    """Twenty times, at random: what is on disk opens, verifies and is gone on from; dead scratch is reclaimed."""
-    checkpoints = tmp_path / "checkpoints"
+    """Twenty times, at random: what is on disk verifies and is gone on from; the next start reclaims dead scratch."""
+    checkpoints, scratch = tmp_path / "checkpoints", tmp_path / "scratch"
+    offload = {"scratch_dir": str(scratch)}
     moments = random.Random(5)
-    rounds = -1
+    done, abandoned = -1, 0
     for _ in range(20):
-        result = run_job(
-            job_in(checkpoints, rounds=1000), may_fail=True, during=Killer(moments.uniform(0.0, 4.0)), timeout=120
+        run_job(
+            job_in(checkpoints, rounds=1000, offload=offload),
+            may_fail=True,
+            during=Killer(moments.uniform(0.0, 4.0)),
+            timeout=120,
         )
-        done = check(checkpoints)
-        assert done is None or done >= rounds
-        rounds = rounds if done is None else done
-        scratch = result.workspace.parent / "scratch"
-        reclaim(scratch)
-        assert not list_scratch(scratch)
-    assert rounds > 0
+        now = check(checkpoints)
+        assert now is None or now >= done
+        done = done if now is None else now
+        left = list_scratch(scratch)
+        # Only of the run that was just killed: it took away what the one before had left.
+        assert len(left) <= 1
+        assert not any(lease.alive for lease in left)
+        abandoned += len(left)
+    assert done > 0
+    assert abandoned > 0
+    print(f"killed 20 times: {done + 1} rounds complete, scratch left behind {abandoned} times")
+    result = run_job(job_in(checkpoints, rounds=done + 2, offload=offload))
+    assert f"Going on after round {done}: 1 rounds are left" in result.server_log
+    assert check(checkpoints) == done + 1
+    assert not list_scratch(scratch)
+    assert not left_in(scratch)
 
 
-def test_a_full_disk_leaves_results_out_and_the_checkpoint_whole(run_job: JobRunner, tmp_path: Path):
-    """With room for one result, the other is left out with the reason; with room for none, the round is skipped."""
+@pytest.mark.slow
+def test_a_job_begins_with_what_another_one_saves(run_job: JobRunner, tmp_path: Path):
+    """The last checkpoint of a job that runs is the initial model of another; the first one goes on undisturbed."""
     checkpoints = tmp_path / "checkpoints"
-    job = job_in(checkpoints, rounds=2, offload={"quota": "8MiB"}, aggregator={"min_results": 1, "on_too_few": "skip"})
+    taken = []
+
+    def begin_another(_: Path) -> None:
+        if not taken and (checkpoints / MODEL_NAME).exists():
+            persistor = {"source_ckpt_file_full_name": str(checkpoints / MODEL_NAME), "model": None}
+            taken.append(run_job(job_in(tmp_path / "other", rounds=1, persistor=persistor)))
+
+    run_job(job_in(checkpoints, rounds=3), during=begin_another)
+    (other,) = taken
+    assert f"beginning with the checkpoint {checkpoints / MODEL_NAME}" in other.server_log
+    assert check(checkpoints) == 2
+    # It has added a round to one of the rounds of the first job.
+    found = nvflare_lazy.open(tmp_path / "other" / MODEL_NAME)["layer00003"].numpy()
+    value = start(3, job_in(checkpoints).elements)
+    possible = []
+    for _ in range(3):
+        value = next_global(value, [1, 2]).astype("float32")
+        possible.append(ulps(found, next_global(value, [1, 2])))
+    assert min(possible) <= 1
+
+
+@pytest.mark.parametrize("on_too_few", ["fail", pytest.param("skip", marks=pytest.mark.slow)])
+def test_a_disk_without_room_for_any_result(run_job: JobRunner, tmp_path: Path, on_too_few: str):
+    """The job fails, or skips the round, as it is set; the log says why, and the last checkpoint is what it was."""
+    checkpoints = tmp_path / "checkpoints"
+    run_job(job_in(checkpoints, rounds=1))
+    before = (checkpoints / MODEL_NAME).read_bytes()
+    aggregator = {"on_too_few": on_too_few}
+    job = job_in(checkpoints, rounds=2, offload={"quota": "8MiB"}, aggregator=aggregator)
+    result = run_job(job, may_fail=on_too_few == "fail")
+    for site in (1, 2):
+        assert re.search(f"site-{site} is left out: .*quota of 8.0 MiB", result.server_log)
+    assert "round 1 has no usable results" in result.server_log
+    finished = "Finished FedAvg" in result.server_log
+    assert finished == ("the global model stays as it is" in result.server_log) == (on_too_few == "skip")
+    assert (checkpoints / MODEL_NAME).read_bytes() == before
+    if on_too_few == "fail":
+        assert check(checkpoints) == 0
+
+
+def test_a_disk_that_the_kernel_calls_full(run_job, tmp_path, small_disk):
+    """No quota, only a small file system: the results that do not fit are left out, and the job ends well."""
+    job = FLJob(
+        mode="lazy",
+        model_mib=6,
+        tensors=6,
+        rounds=1,
+        offload={"scratch_dir": str(small_disk), "min_free": 0},
+    )
     result = run_job(job)
-    assert "quota" in result.server_log
-    assert "the global model stays as it is" in result.server_log
-    tensors = nvflare_lazy.open(checkpoints / MODEL_NAME)
-    assert ulps(tensors["layer00003"].numpy(), start(3, job.elements)) == 0
+    (record,) = records(result, "round")
+    assert len(record["took_part"]) == 1
+    (reason,) = record["left_out"].values()
+    print("left out:", reason)
+    assert "make room" in reason
+    assert not left_in(small_disk)
