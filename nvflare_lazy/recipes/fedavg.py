@@ -6,7 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from nvflare.apis.job_def import SERVER_SITE_NAME
 from nvflare.app_common.abstract.model_persistor import ModelPersistor
+from nvflare.app_opt.pt.file_model_locator import PTFileModelLocator
 from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe as StockFedAvgRecipe
 from nvflare.client.config import ExchangeFormat
 from nvflare.recipe.utils import extract_persistor_id, setup_custom_persistor
@@ -14,7 +16,7 @@ from nvflare.recipe.utils import extract_persistor_id, setup_custom_persistor
 from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
 from nvflare_lazy.flare.lazy_fedavg import LazyFedAvg
 from nvflare_lazy.flare.lazy_model_locator import LazyModelLocator
-from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, SUFFIX
+from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, SUFFIX, LazyModelPersistor
 from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET
 from nvflare_lazy.recipes.offload_options import OFFLOAD_ID, OffloadOptions
 
@@ -123,6 +125,18 @@ class FedAvgRecipe(StockFedAvgRecipe):
             job.comp_ids["locator_id"] = job.to_server(locator, id="locator")
         job.comp_ids["persistor_id"] = persistor_id
         return persistor_id
+
+    def add_cse_validator_if_needed(self) -> None:
+        """Give cross-site evaluation our locator: `add_cross_site_evaluation` calls this at its end.
+
+        It has added NVFlare's locator for PyTorch, which reports an error about every other persistor than its own.
+        """
+        components = self._job._deploy_map[SERVER_SITE_NAME].app_config.components
+        for component_id, component in components.items():
+            if isinstance(component, PTFileModelLocator):
+                persistor_id = component.pt_persistor_id
+                if isinstance(components[persistor_id], LazyModelPersistor):
+                    components[component_id] = LazyModelLocator(persistor_id)
 
     def _get_model_aggregator(self) -> Any:
         return super()._get_model_aggregator() or LazyAggregator(
