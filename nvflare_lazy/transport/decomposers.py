@@ -19,6 +19,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from nvflare.apis.fl_constant import ConfigVarName
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.utils import app_config_utils
 from nvflare.fuel.utils.fobs import FOBSContextKey, dots
@@ -35,6 +36,7 @@ from nvflare_lazy.transport.consumers import receive
 from nvflare_lazy.transport.failed import FailedBatch
 from nvflare_lazy.transport.families import NUMPY, TORCH, Family
 from nvflare_lazy.transport.fetching import Link
+from nvflare_lazy.transport.message_payloads import Batches, Outgoing, RemoteBatch, item_of
 from nvflare_lazy.transport.tensor_downloader import TensorConsumer, TensorDownloadable
 from nvflare_lazy.transport.via_downloader import LazyDownloadRef, note_download_initiated
 
@@ -113,11 +115,11 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         )
         return size
 
-    def _outgoing(self, manager: DatumManager) -> _Outgoing:
+    def _outgoing(self, manager: DatumManager) -> Outgoing:
         key = f"{self.prefix}_outgoing"
-        outgoing: _Outgoing | None = manager.fobs_ctx.get(key)
+        outgoing: Outgoing | None = manager.fobs_ctx.get(key)
         if outgoing is None:
-            manager.fobs_ctx[key] = outgoing = _Outgoing()
+            manager.fobs_ctx[key] = outgoing = Outgoing()
             manager.register_post_cb(self._add_data)
         return outgoing
 
@@ -164,7 +166,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         try:
             where = _where(datum)
             if fobs_ctx.get(FOBSContextKey.PASS_THROUGH):
-                batch: Any = _RemoteBatch(*where)
+                batch: Any = RemoteBatch(*where, _is_secure(fobs_ctx, where[0]))
             else:
                 batch = self._download_from_remote_cell(
                     fobs_ctx,
@@ -176,8 +178,8 @@ class LazyDecomposer(ViaDownloaderDecomposer):
             self.logger.error(f"tensors could not be received, and what they belong to will be left out: {error}")
             where, batch = ("", _ref_id_of(datum)), FailedBatch(error)
         batches = fobs_ctx.get(self.items_key)
-        if not isinstance(batches, _Batches):
-            fobs_ctx[self.items_key] = batches = _Batches()
+        if not isinstance(batches, Batches):
+            fobs_ctx[self.items_key] = batches = Batches()
         batches.add(where[1], batch)
 
     def recompose(self, data: Any, manager: DatumManager = None) -> Any:
@@ -199,14 +201,16 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         if kind != nvflare_private.ENC_REF or not isinstance(content, str):
             raise ProtocolError(f"a placeholder of the unknown kind {str(kind)[:80]!r}")
         batches = manager.fobs_ctx.get(self.items_key)
-        batch = batches.find(content) if isinstance(batches, _Batches) else None
-        item_id = content.partition(_SEPARATOR)[0]
+        batch = batches.find(content) if isinstance(batches, Batches) else None
+        item_id = item_of(content)
         if batch is None:
             raise MissingItemError(f"{content} belongs to a payload that is not there")
-        if isinstance(batch, _RemoteBatch):
+        if isinstance(batch, RemoteBatch):
             cell = manager.fobs_ctx.get(FOBSContextKey.CELL)
             described = self._described(data)
-            return LazyDownloadRef.of(batch.fqcn, batch.ref_id, item_id, self._dot, self.family, described, cell)
+            ref = LazyDownloadRef.of(batch.fqcn, batch.ref_id, item_id, self._dot, self.family, described, cell)
+            ref.secure = batch.secure
+            return ref
         if isinstance(batch, FailedBatch):
             return batch.value(self.family, *self._described(data))
         if item_id not in batch:
@@ -328,43 +332,12 @@ class LazyArrayDecomposer(LazyDecomposer):
         return array
 
 
-_SEPARATOR = "@"
-
-
-class _Outgoing:
-    """The payloads that a message refers to, in the order in which they came up."""
-
-    def __init__(self) -> None:
-        self.payloads: dict[str, str | None] = {}
-
-    def placeholder(self, ref_id: str, fqcn: str | None, item_id: str) -> dict[str, Any]:
-        self.payloads.setdefault(ref_id, fqcn)
-        first = next(iter(self.payloads))
-        content = item_id if ref_id == first else f"{item_id}{_SEPARATOR}{ref_id}"
-        return {nvflare_private.ENC_TYPE: nvflare_private.ENC_REF, nvflare_private.ENC_DATA: content}
-
-
-class _Batches:
-    """The payloads of a message that comes in; a placeholder that names none means the last."""
-
-    def __init__(self) -> None:
-        self._by_ref: dict[str, Any] = {}
-        self._last: Any = None
-
-    def add(self, ref_id: str, batch: Any) -> None:
-        self._by_ref[ref_id] = self._last = batch
-
-    def find(self, content: str) -> Any:
-        _, separator, ref_id = content.partition(_SEPARATOR)
-        return self._by_ref.get(ref_id) if separator else self._last
-
-
-class _RemoteBatch:
-    """A payload that stays where it is."""
-
-    def __init__(self, fqcn: str, ref_id: str) -> None:
-        self.fqcn = fqcn
-        self.ref_id = ref_id
+def _is_secure(fobs_ctx: dict[str, Any], fqcn: str) -> bool:
+    """Whether what `fqcn` has must be encrypted: its own message was. Others' say nothing about what it can do."""
+    message = fobs_ctx.get(FOBSContextKey.MESSAGE)
+    if message is None or message.get_header(MessageHeaderKey.ORIGIN) != fqcn:
+        return False
+    return bool(message.get_header(MessageHeaderKey.SECURE, False))
 
 
 def _where(datum: Datum) -> tuple[str, str]:

@@ -25,8 +25,11 @@ from nvflare_lazy.transport.budget import BUDGET, InflightBudget
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Bytes one download may have under way, as long as the budget of the process has room for them.
+# Bytes one download may have under way, those that are being written included, as long as the budget of the process
+# has room for them.
 WINDOW_BYTES = 8 << 20
+# How often each of them is in memory here: in the frame that NVFlare read, and in the message that it cut out of it.
+_COPIES = 2
 # How often a download that waits looks at its abort signal.
 _POLL_SECONDS = 0.1
 # After this time without news, what is under way no longer counts in the budget: a peer that stalls would take it
@@ -135,8 +138,8 @@ class Fetch:
         self._changed = threading.Condition()
         self._next = 0
         self._done = 0
-        self._writing = 0
-        self._held = 0  # bytes of the budget
+        self._writing = 0  # bytes, like all of these
+        self._held = 0  # of the budget
         self._under_way: dict[int, int] = {}
         self._unpaid: set[int] = set()  # of these, what no longer counts in the budget
         self._lost: deque[int] = deque()
@@ -195,13 +198,14 @@ class Fetch:
                 if offset >= self._nbytes or self._failure is not None:
                     return
                 count = min(wire.SEGMENT_BYTES, self._nbytes - offset)
-                if sum(self._under_way.values()) + count > WINDOW_BYTES and self._under_way:
+                here = sum(self._under_way.values()) + self._writing
+                if here and here + count > WINDOW_BYTES:
                     return
                 holding = self._held
-            if not self.link.budget.take(count, holding=holding, timeout=_POLL_SECONDS):
+            if not self.link.budget.take(_COPIES * count, holding=holding, timeout=_POLL_SECONDS):
                 return
             with self._changed:
-                self._held += count
+                self._held += _COPIES * count
                 if self._lost:
                     self._lost.popleft()
                 else:
@@ -272,9 +276,9 @@ class Fetch:
                 self._fail(BadItemError(f"{origin} sent {len(piece)} bytes where {count} were asked for"))
                 return
             del self._under_way[offset]
-            self._writing += 1
+            self._writing += count
             self._news = time.monotonic()
-            paid = 0 if offset in self._unpaid else count
+            paid = 0 if offset in self._unpaid else _COPIES * count
             self._unpaid.discard(offset)
         failure: BaseException | None = None
         try:
@@ -282,7 +286,7 @@ class Fetch:
         except BaseException as error:
             failure = error
         with self._changed:
-            self._writing -= 1
+            self._writing -= count
             self._held -= paid
             self._done += count
             self._news = time.monotonic()

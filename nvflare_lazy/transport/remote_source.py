@@ -65,7 +65,7 @@ def open_remote(ref: Any, family: Family, cell: Any, timeout: float, abort_signa
         timeout: Seconds without news after which its owner counts as lost.
         abort_signal: A signal to watch.
     """
-    link = Link(cell, ref.fqcn, ref.ref_id, timeout, abort=abort_signal)
+    link = Link(cell, ref.fqcn, ref.ref_id, timeout, ref.secure, abort=abort_signal)
     if ref.dtype is not None and ref.shape is not None:
         nbytes = family.nbytes(ref.dtype, ref.shape)
         try:

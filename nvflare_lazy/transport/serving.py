@@ -11,7 +11,6 @@ import logging
 import threading
 import weakref
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
@@ -19,6 +18,7 @@ from nvflare.fuel.f3.message import Message
 
 from nvflare_lazy.errors import NVFlareLazyError, ProtocolError
 from nvflare_lazy.transport import nvflare_private, wire
+from nvflare_lazy.transport.sending_threads import SendingThreads
 
 if TYPE_CHECKING:
     from nvflare_lazy.transport.payload import Payload
@@ -36,7 +36,7 @@ class SegmentServer:
         self._payloads: weakref.WeakValueDictionary[str, Payload] = weakref.WeakValueDictionary()
         self._cells: weakref.WeakSet[Any] = weakref.WeakSet()
         self._queues: dict[tuple[int, str], deque[_Job]] = {}
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = SendingThreads(_MOST_THREADS, "nvflare_lazy_send")
 
     def offer(self, ref_id: str, payload: Payload) -> None:
         """Answer requests for this payload from now on, as long as somebody else keeps it."""
@@ -74,10 +74,7 @@ class SegmentServer:
                     queue.append(job)
                 return
             self._queues[key] = deque([job])
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(_MOST_THREADS, "nvflare_lazy_send")
-            threads = self._threads
-        threads.submit(self._answer_next, key)
+        self._threads.call(self._answer_next, key)
 
     def _answer_next(self, key: tuple[int, str]) -> None:
         """Answer one request of a receiver, then stand in line again: nobody is served before the others."""
@@ -89,13 +86,12 @@ class SegmentServer:
                     return
                 job = queue.popleft()
                 crowded = len(self._queues) > _MOST_THREADS
-                threads = self._threads
             try:
                 self._answer(job)
             except Exception:
                 logger.exception("cannot answer %s", job.requester)
-            if crowded and threads is not None:
-                threads.submit(self._answer_next, key)
+            if crowded:
+                self._threads.call(self._answer_next, key)
                 return
 
     def _answer(self, job: _Job) -> None:

@@ -37,9 +37,10 @@ class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
     Attributes:
         dtype: The tensor's dtype if its sender told it, else None.
         shape: Its shape if its sender told it, else None.
+        secure: Whether it has to be encrypted end to end when it is read here.
     """
 
-    __slots__ = ("_cell", "_family", "dtype", "shape")
+    __slots__ = ("_cell", "_family", "dtype", "secure", "shape")
 
     # On the wire this is NVFlare's reference, which every peer knows; `type()` tells the difference.
     @property  # type: ignore[misc]
@@ -50,6 +51,7 @@ class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
         super().__init__(fqcn, ref_id, item_id, dot)
         self.dtype: Any = None
         self.shape: tuple[int, ...] | None = None
+        self.secure = False
         self._family: Family | None = None
         self._cell: weakref.ref[Any] | None = None
 

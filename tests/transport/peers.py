@@ -38,11 +38,20 @@ class State:
 class Peer:
     """A process with a cell."""
 
-    def __init__(self, fqcn: str, port: int, plugin: bool, scratch_root: str | None = None) -> None:
+    def __init__(
+        self,
+        fqcn: str,
+        port: int,
+        plugin: bool,
+        scratch_root: str | None = None,
+        credentials: dict[str, str] | None = None,
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self.fqcn = fqcn
         self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(theirs, fqcn, port, plugin, scratch_root), daemon=True)
+        self._process = context.Process(
+            target=_main, args=(theirs, fqcn, port, plugin, scratch_root, credentials or {}), daemon=True
+        )
         self._process.start()
         theirs.close()
         self._started = False
@@ -96,11 +105,14 @@ class Peer:
 
 
 class Net:
-    """A server cell and its clients."""
+    """A server cell and its clients; with credentials by name if messages shall be encrypted."""
 
-    def __init__(self, scratch_root: str | None = None, **clients: bool) -> None:
+    def __init__(
+        self, scratch_root: str | None = None, credentials: dict[str, dict[str, str]] | None = None, **clients: bool
+    ) -> None:
         self.port = free_port()
         self.scratch_root = scratch_root
+        self.credentials = credentials or {}
         self.peers: dict[str, Peer] = {}
         for name, plugin in clients.items():
             self.add(name, plugin)
@@ -110,7 +122,7 @@ class Net:
     def add(self, name: str, plugin: bool) -> Peer:
         # Names as NVFlare gives them: a cell of a job is below the one of its site.
         fqcn = name.replace("__", ".").replace("_", "-")
-        self.peers[name] = peer = Peer(fqcn, self.port, plugin, self.scratch_root)
+        self.peers[name] = peer = Peer(fqcn, self.port, plugin, self.scratch_root, self.credentials.get(name))
         return peer
 
     def __getitem__(self, name: str) -> Peer:
@@ -133,9 +145,9 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def _main(pipe: Any, fqcn: str, port: int, plugin: bool, scratch_root: str | None) -> None:
+def _main(pipe: Any, fqcn: str, port: int, plugin: bool, scratch_root: str | None, credentials: dict[str, str]) -> None:
     try:
-        state = _start(fqcn, port, plugin, scratch_root)
+        state = _start(fqcn, port, plugin, scratch_root, credentials)
         pipe.send((True, None))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
@@ -155,7 +167,7 @@ def _main(pipe: Any, fqcn: str, port: int, plugin: bool, scratch_root: str | Non
             pipe.send((False, f"the answer cannot be pickled: {error}"))
 
 
-def _start(fqcn: str, port: int, plugin: bool, scratch_root: str | None) -> State:
+def _start(fqcn: str, port: int, plugin: bool, scratch_root: str | None, credentials: dict[str, str]) -> State:
     logging.basicConfig(level=os.environ.get("PEER_LOG", "CRITICAL"))
     from nvflare.fuel.f3.cellnet.cell import Cell
 
@@ -176,7 +188,7 @@ def _start(fqcn: str, port: int, plugin: bool, scratch_root: str | None) -> Stat
         fqcn=fqcn,
         root_url=f"tcp://127.0.0.1:{port}",
         secure=False,
-        credentials={},
+        credentials=credentials,
         create_internal_listener=False,
     )
     cell.start()

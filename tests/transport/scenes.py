@@ -105,8 +105,15 @@ def send(state: State, target: str, family: str, kind: str, **kwargs: Any) -> st
     return send_value(state, target, payload(family, kind), **kwargs)
 
 
-def send_value(state: State, target: str, value: Any, timeout: float = 60.0, pass_through: bool = False) -> str:
-    """Send a value; the receiver is a forwarding hop if it shall pass through."""
+def send_value(
+    state: State,
+    target: str,
+    value: Any,
+    timeout: float = 60.0,
+    pass_through: bool = False,
+    secure: bool = False,
+) -> str:
+    """Send a value, encrypted if it shall be secure; the receiver is a forwarding hop if it shall pass through."""
     from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
     from nvflare.fuel.f3.cellnet.utils import new_cell_message
 
@@ -116,6 +123,7 @@ def send_value(state: State, target: str, value: Any, timeout: float = 60.0, pas
         target=target,
         request=new_cell_message({MessageHeaderKey.PASS_THROUGH: pass_through}, {"model": value}),
         timeout=timeout,
+        secure=secure,
     )
     return reply.get_header(MessageHeaderKey.RETURN_CODE)
 
@@ -229,6 +237,12 @@ def threads_and_files(state: State) -> tuple[int, int, int]:
     # NVFlare starts a timer of a minute for each stream it has received.
     threads = [thread for thread in threading.enumerate() if not isinstance(thread, threading.Timer)]
     return len(threads), len(os.listdir("/proc/self/fd")), measure.rss_anon()
+
+
+def threads_to_wait_for(state: State) -> list[str]:
+    """Threads of this package that would keep a process from ending."""
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("nvflare_lazy")]
+    return [thread.name for thread in threads if not thread.daemon]
 
 
 # ---- forwarding ----------------------------------------------------------------------------------------------------

@@ -39,15 +39,34 @@ def test_one_huge_tensor(net):
     assert net["site_1"].call(scenes.is_as_made, 2048, 1)
 
 
+def test_slow_disk(net):
+    """However slow the disk is, no more than a few segments wait in memory to be written."""
+    net["server"].call(scenes.make_model, 256, 1)
+    net["site_1"].call(scenes.slow_down, 0.1)
+    net["site_1"].call(scenes.watch)
+    assert net["server"].call(scenes.send_model, "site-1") == "ok"
+    grown = net["site_1"].call(scenes.grown)
+    net["site_1"].call(scenes.slow_down, 0.0)
+    assert grown <= 32 * MIB
+    assert net["site_1"].call(scenes.is_as_made, 256, 1)
+
+
+def test_nothing_to_wait_for(net):
+    """Who has sent has no thread left that a process would have to wait for at its end."""
+    assert net["server"].call(scenes.threads_to_wait_for) == []
+
+
 def test_lazy_tensor_sent_on(net):
     """A sender that holds the tensor lazily serves it from its file: next to nothing in memory."""
     net["server"].call(scenes.make_model, 1024, 1)
     assert net["server"].call(scenes.send_model, "site-1") == "ok"
     net["server"].call(scenes.forget)
     net["site_1"].call(scenes.keep_received)
-    net["site_1"].call(scenes.watch)
+    for name in ("site_1", "site_2"):
+        net[name].call(scenes.watch)
     assert net["site_1"].call(scenes.send_model, "site-2") == "ok"
     assert net["site_1"].call(scenes.grown) <= 32 * MIB
+    assert net["site_2"].call(scenes.grown) <= 64 * MIB
     assert net["site_2"].call(scenes.is_as_made, 1024, 1)
 
 
