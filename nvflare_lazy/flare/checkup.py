@@ -17,7 +17,7 @@ from nvflare_lazy.errors import ScratchError
 from nvflare_lazy.scratch import JobScratch, list_scratch
 from nvflare_lazy.tensors.sizes import format_size
 
-OK, WARNING, PROBLEM = "ok", "warning", "PROBLEM"
+OK, WARNING, PROBLEM = "ok", "WARNING", "PROBLEM"
 _PACKAGES = ("nvflare-lazy", "nvflare", "torch", "safetensors", "numpy")
 _ENOUGH_FILES = 1024
 _SPEED_TEST_BYTES = 256 << 20
@@ -76,6 +76,7 @@ def handlers() -> Iterator[Finding]:
 def scratch(scratch_dir: str | None) -> Iterator[Finding]:
     """Lease scratch as a job would, and measure it."""
     try:
+        dead = [lease for lease in list_scratch(scratch_dir) if lease.alive is False]
         job = JobScratch.open(scratch_dir, job="doctor", warn=False)
     except ScratchError as error:
         yield Finding(PROBLEM, f"scratch: {error}")
@@ -92,12 +93,13 @@ def scratch(scratch_dir: str | None) -> Iterator[Finding]:
         )
         if room > 2 * _SPEED_TEST_BYTES:
             yield _speed(job)
-    dead = [lease for lease in list_scratch(scratch_dir) if lease.alive is False]
     if dead:
-        total = format_size(sum(lease.nbytes for lease in dead))
-        yield Finding(
-            WARNING, f"dead processes left {total} of scratch; the next job removes it, or nvflare-lazy clean"
-        )
+        left = format_size(sum(lease.nbytes for lease in dead))
+        still = [lease.path for lease in list_scratch(scratch_dir) if lease.alive is False]
+        if still:
+            yield Finding(WARNING, f"dead processes left scratch that cannot be removed, such as {still[0]}: remove it")
+        else:
+            yield Finding(OK, f"dead processes had left {left} of scratch: it is removed now, as a job would have done")
 
 
 def limits() -> Iterator[Finding]:

@@ -71,6 +71,8 @@ class FedAvgRecipe(StockFedAvgRecipe):
         arguments.pop("enable_tensor_disk_offload", None)
         if aggregation != "mean" and arguments.get("aggregator") is not None:
             raise ValueError("give aggregation, the name of a rule, or an aggregator of your own, not both")
+        if checkpoint and initial_ckpt:
+            raise ValueError("give the model to begin with as checkpoint or as initial_ckpt, not as both")
         self.aggregation = aggregation
         self.aggregation_args = aggregation_args
         self._min_responses = min_responses
@@ -116,7 +118,7 @@ class FedAvgRecipe(StockFedAvgRecipe):
                 self.options.add_persistor(
                     job,
                     self.model,
-                    None if self.options.checkpoint else self.initial_ckpt,
+                    self.initial_ckpt,
                     numpy=self.server_expected_format != ExchangeFormat.PYTORCH,
                     best_name=self._best_name,
                 )

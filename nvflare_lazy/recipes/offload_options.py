@@ -49,12 +49,10 @@ class OffloadOptions:
         Args:
             job: The job.
             model: A module, a model's configuration, or None.
-            initial_ckpt: A checkpoint as NVFlare's recipes take it.
+            initial_ckpt: A checkpoint as NVFlare's recipes take it; not looked at if there is `checkpoint`.
             numpy: Whether arrays are exchanged.
             best_name: File of the best model.
         """
-        if self.checkpoint and initial_ckpt:
-            raise ValueError("give the model to begin with as checkpoint or as initial_ckpt, not as both")
         source = source_file_of(model)
         if source is not None:
             job.to_server(source)

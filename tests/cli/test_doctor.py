@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nvflare-lazy doctor`: what it says of a machine that is ready, and of each thing that may be wrong with one."""
+
+from __future__ import annotations
+
+import json
+import resource
+from importlib import metadata
+
+import pytest
+
+from nvflare_lazy.flare import checkup
+from tests.scratch.conftest import leave_behind as leave_behind
+from tests.scratch.conftest import small_disk as small_disk
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "scratch"
+
+
+@pytest.fixture
+def site(tmp_path):
+    """Maker of a site whose resources say these things."""
+
+    def make(name="resources.json", **resources):
+        local = tmp_path / "site" / "local"
+        local.mkdir(parents=True, exist_ok=True)
+        (local / name).write_text(json.dumps({"format_version": 2, **resources}))
+        return tmp_path / "site"
+
+    return make
+
+
+def findings(result) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for line in result.out.splitlines():
+        level, _, what = line.partition(" ")
+        found.setdefault(level, []).append(what.strip())
+    return found
+
+
+def one(found: list[str], beginning: str) -> str:
+    (line,) = [line for line in found if line.startswith(beginning)]
+    return line
+
+
+def test_a_machine_that_is_ready(cli, root, site):
+    """Versions, handlers, scratch with its speed, limits, what the site allows; exit code 0 and nothing left behind."""
+    result = cli("doctor", "--scratch", root, "--site", site(class_allow_list=["nvflare_lazy."]))
+    found = findings(result)
+    assert result.code == 0
+    assert "PROBLEM" not in found
+    for package in ("nvflare", "torch", "safetensors", "numpy"):
+        assert one(found["ok"], f"{package} ") == f"{package} {metadata.version(package)}"
+    for kind in ("torch.Tensor", "numpy.ndarray", "LazyDownloadRef"):
+        (handler,) = [line for line in found["ok"] if line.startswith("handler of") and kind in line.split(" by ")[0]]
+        assert " by nvflare_lazy." in handler
+    assert str(root) in one(found["ok"], "scratch root")
+    assert "/s" in one(found["ok"] + found.get("WARNING", []), "scratch takes")
+    assert one(found["ok"], f"{root.parent}/site/local/resources.json allows nvflare_lazy.*")
+    assert list(root.glob("job-*")) == []
+
+
+ALLOWS = [
+    ({"class_allow_list": ["nvflare.", "nvflare_lazy."]}, "ok", "allows nvflare_lazy.*"),
+    ({"class_allow_list": ["*"]}, "ok", "allows nvflare_lazy.*"),
+    ({"class_allow_list": ["nvflare."]}, "PROBLEM", 'add "nvflare_lazy." to class_allow_list'),
+    ({}, "PROBLEM", 'add "nvflare_lazy." to class_allow_list'),
+    ({"class_list_enforcement_mode": "warn"}, "WARNING", "only warns"),
+]
+
+
+@pytest.mark.parametrize("name", ["resources.json", "resources.json.default"])
+@pytest.mark.parametrize(("resources", "level", "says"), ALLOWS)
+def test_what_a_site_allows(site, resources, level, says, name):
+    """As NVFlare reads it: a list of the site's own, or none, which means NVFlare's classes only."""
+    (finding,) = checkup.allow_list(site(name, **resources))
+    assert finding.level == level
+    assert says in finding.what
+
+
+def test_a_site_that_is_none(tmp_path, site):
+    """No resources, and resources that cannot be read, are problems with the path in them."""
+    (finding,) = checkup.allow_list(tmp_path)
+    assert (finding.level, str(tmp_path) in finding.what) == (checkup.PROBLEM, True)
+    path = site() / "local" / "resources.json"
+    path.write_text("{")
+    (finding,) = checkup.allow_list(path.parents[1])
+    assert (finding.level, "is not JSON" in finding.what) == (checkup.PROBLEM, True)
+
+
+def test_scratch_that_cannot_be_used(cli, tmp_path):
+    """A place that is a file is a problem, and the exit code says so."""
+    (tmp_path / "file").write_text("")
+    result = cli("doctor", "--scratch", tmp_path / "file")
+    assert result.code == 1
+    assert str(tmp_path / "file") in one(findings(result)["PROBLEM"], "scratch")
+
+
+def test_scratch_that_is_memory_and_small(cli, small_disk):
+    """A tmpfs takes from the memory that is to be saved: a warning; and eight MiB are no room: a problem."""
+    result = cli("doctor", "--scratch", small_disk)
+    found = findings(result)
+    assert result.code == 1
+    assert any("tmpfs" in line for line in found["WARNING"])
+    assert "8.0 MiB" in one(found["PROBLEM"], "scratch root")
+    assert not any(line.startswith("scratch takes") for lines in found.values() for line in lines)
+
+
+def test_dead_scratch_is_removed_and_told(root, leave_behind):
+    """Leasing scratch as a job does takes away what dead processes left, and it says how much that was."""
+    directory = leave_behind()
+    (finding,) = [found for found in checkup.scratch(str(root)) if "dead processes" in found.what]
+    assert (finding.level, "had left" in finding.what) == (checkup.OK, True)
+    assert not directory.exists()
+
+
+def test_dead_scratch_that_stays(root, leave_behind, monkeypatch):
+    """What cannot be removed is a warning that names it."""
+    directory = leave_behind()
+    monkeypatch.setattr(checkup.JobScratch, "open", _open_without_reclaiming(directory))
+    (finding,) = [found for found in checkup.scratch(str(root)) if "dead processes" in found.what]
+    assert finding.level == checkup.WARNING
+    assert str(directory) in finding.what
+
+
+def _open_without_reclaiming(directory):
+    """Opens scratch while what a dead process left is where nobody looks for it."""
+    opening = checkup.JobScratch.open
+
+    def opened(*args, **kwargs):
+        lease, elsewhere = directory.with_suffix(".lease"), directory.parent.parent
+        moved = [path.rename(elsewhere / path.name) for path in (directory, lease)]
+        job = opening(*args, **kwargs)
+        for path in moved:
+            path.rename(directory.parent / path.name)
+        return job
+
+    return opened
+
+
+def test_limits_of_processes(monkeypatch):
+    """Few open files and a largest file size are warnings; enough of both are not."""
+    limits = {resource.RLIMIT_NOFILE: (256, 256), resource.RLIMIT_FSIZE: (1 << 30, 1 << 30)}
+    monkeypatch.setattr(checkup.resource, "getrlimit", limits.__getitem__)
+    warned = [found.what for found in checkup.limits() if found.level == checkup.WARNING]
+    assert "only 256 open files" in warned[0]
+    assert "1.0 GiB" in warned[1]
+    limits |= {resource.RLIMIT_NOFILE: (65536, 65536), resource.RLIMIT_FSIZE: (resource.RLIM_INFINITY,) * 2}
+    assert not [found for found in checkup.limits() if found.level != checkup.OK]
+
+
+def test_the_limit_of_a_container(monkeypatch, tmp_path):
+    """What the container may have is told, page cache included."""
+    (tmp_path / "memory.max").write_text(f"{3 << 30}\n")
+    monkeypatch.setattr(checkup, "_CGROUP_LIMITS", (tmp_path / "none", tmp_path / "memory.max"))
+    assert any("may use 3.0 GiB of memory" in found.what for found in checkup.limits())
+
+
+def test_a_package_that_is_missing(monkeypatch):
+    """It is a problem, with the command that installs it."""
+
+    def version(package):
+        if package == "safetensors":
+            raise metadata.PackageNotFoundError
+        return "1"
+
+    monkeypatch.setattr(checkup.metadata, "version", version)
+    (problem,) = [found for found in checkup.versions() if found.level == checkup.PROBLEM]
+    assert "pip install safetensors" in problem.what
+
+
+def test_a_slow_disk(monkeypatch, root):
+    """It is measured, and one that rounds would wait for is a warning."""
+    monkeypatch.setattr(checkup, "_SPEED_TEST_BYTES", 8 << 20)
+    monkeypatch.setattr(checkup, "_SLOW_BYTES_PER_SECOND", 1 << 60)
+    (finding,) = [found for found in checkup.scratch(str(root)) if found.what.startswith("scratch takes")]
+    assert finding.level == checkup.WARNING
+    assert list(root.glob("job-*")) == []

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The aggregator beside NVFlare's own aggregation: the same model, metrics and statistics; results whole or not at all.
+
+What each rule makes of its inputs is in the tests of aggregation.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from nvflare.apis.event_type import EventType
+from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+from nvflare.app_common.aggregators.weighted_aggregation_helper import WeightedAggregationHelper
+from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.workflows.base_fedavg import BaseFedAvg
+
+from nvflare_lazy.errors import TooFewResultsError, UnfitResultError
+from nvflare_lazy.flare import LazyAggregator
+from nvflare_lazy.flare.lazy_aggregator import AggregationStatsKey
+from nvflare_lazy.tensors.lazy_array import LazyArray
+from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+from tests.flare.conftest import files_below, give
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def aggregator(fl_ctx, scratch):
+    """Maker of aggregators that are in a run whose global model has two tensors."""
+    give(fl_ctx, a=[0.0, 0.0], b=[0.0])
+
+    def make(**arguments):
+        made = LazyAggregator(**arguments)
+        made.handle_event(EventType.START_RUN, fl_ctx)
+        return made
+
+    return make
+
+
+def values(model: FLModel) -> dict[str, list[float]]:
+    return {name: value.tolist() for name, value in model.params.items()}
+
+
+METRICS = [
+    ({"accuracy": 0.5, "loss": 2.0}, {"accuracy": 1.0, "loss": 1.0}),
+    ({"accuracy": 0.5}, {"accuracy": 1.0, "auc": 0.7}),
+    ({"accuracy": 0.5, "confusion": {"tp": 3}, "name": "x"}, {"accuracy": 1.0, "confusion": {"tp": 1}}),
+    ({"good": True}, {"good": False}),
+    ({"accuracy": np.float32(0.5)}, {"accuracy": np.float32(0.25)}),
+    ({"accuracy": 0.5}, None),
+    ({}, {}),
+    (None, None),
+]
+
+
+@pytest.mark.parametrize("metrics", METRICS)
+def test_metrics_are_averaged_as_nvflare_does_without_an_aggregator(aggregator, result, metrics):
+    """Weighted by steps, each metric over those who report it, none if a client reports none."""
+    mine = aggregator()
+    models = [result(f"site-{n}", n, a=[n, n], metrics=reported) for n, reported in enumerate(metrics, 1)]
+    expected = BaseFedAvg.aggregate_fn(
+        [FLModel(params={"a": torch.ones(2)}, metrics=model.metrics, meta=model.meta) for model in models]
+    )
+    for model in models:
+        mine.accept_model(model)
+    found = mine.aggregate_model()
+    assert found.metrics == (pytest.approx(expected.metrics) if expected.metrics else None)
+    info = found.meta[AppConstants.METRICS_AGGREGATION_INFO]
+    assert info.keys() >= expected.meta[AppConstants.METRICS_AGGREGATION_INFO].keys()
+    assert {site["name"]: site["weight"] for site in info["site_weights"]} == {"site-1": 1.0, "site-2": 2.0}
+
+
+@pytest.mark.parametrize("steps", [1, 7, 2.5, None, 0, -3, NAN, "many", True, 10**400])
+def test_weights_are_those_of_nvflare(aggregator, result, steps):
+    """What a client says of its steps counts as it does in NVFlare, believable or not."""
+    mine = aggregator()
+    models = [result("site-1", steps, a=[1.0, 2.0]), result("site-2", 3, a=[5.0, 6.0])]
+    expected = BaseFedAvg.aggregate_fn([FLModel(params=dict(model.params), meta=model.meta) for model in models])
+    for model in models:
+        mine.accept_model(model)
+    assert mine.aggregate_model().params["a"].tolist() == pytest.approx(expected.params["a"].tolist())
+
+
+def test_excluded_variables_and_weights_of_sites(aggregator, result):
+    """Both are what they are for NVFlare's aggregation, which does not look at them once there is an aggregator."""
+    mine = aggregator(exclude_vars="^b", aggregation_weights={"site-2": 3.0})
+    helper = WeightedAggregationHelper(exclude_vars="^b")
+    for number, factor in ((1, 1.0), (2, 3.0)):
+        model = result(f"site-{number}", 2, a=[number, 0.5], b=[number])
+        helper.add(dict(model.params), factor * 2, f"site-{number}", 0)
+        mine.accept_model(model)
+    expected = helper.get_result()
+    found = mine.aggregate_model()
+    assert found.params.keys() == expected.keys() == {"a"}
+    assert found.params["a"].tolist() == expected["a"].tolist()
+
+
+@pytest.mark.parametrize("exclude", [None, "^b"])
+def test_statistics_are_where_and_what_nvflare_leaves(aggregator, result, fl_ctx, exclude):
+    """`AGGREGATION_STATS` says what NVFlare's own aggregation says of the same round."""
+    mine = aggregator(exclude_vars=exclude)
+    helper = WeightedAggregationHelper(exclude_vars=exclude)
+    for client, tensors in (("site-2", {"a": [1.0, 2.0], "b": [1.0]}), ("site-1", {"a": [3.0, 4.0]})):
+        model = result(client, **tensors)
+        helper.add(dict(model.params), 1.0, client, 0)
+        mine.accept_model(model)
+    expected = {AggregationStatsKey.ROUND: 0, **helper.get_aggregation_stats()}
+    mine.aggregate_model()
+    assert fl_ctx.get_prop(AppConstants.AGGREGATION_STATS) == expected
+
+
+UNFIT = {
+    "a tensor nobody asked for": ({"a": [9.0, 9.0], "stranger": [1.0]}, "stranger"),
+    "another shape": ({"a": [9.0, 9.0], "b": [1.0, 2.0]}, r"'b' has the shape \[2\]"),
+    "nothing": ({}, "no tensors"),
+}
+
+
+@pytest.mark.parametrize(("tensors", "why"), UNFIT.values(), ids=UNFIT.keys())
+def test_a_result_is_taken_whole_or_not_at_all(aggregator, result, caplog, tensors, why):
+    """What is right in a wrong result does not count either, and the log has the client and the reason."""
+    mine = aggregator()
+    mine.accept_model(result("site-1", a=[1.0, 1.0], b=[1.0]))
+    with pytest.raises(UnfitResultError, match=why), caplog.at_level(logging.WARNING):
+        mine.accept_model(result("site-2", 100, **tensors))
+    assert "site-2 is left out" in caplog.text
+    assert values(mine.aggregate_model()) == {"a": [1.0, 1.0], "b": [1.0]}
+
+
+def test_a_second_result_and_another_kind_are_left_out(aggregator, result):
+    """The first result of a client counts, and all results of a round are of one kind."""
+    mine = aggregator()
+    mine.accept_model(result("site-1", a=[1.0, 1.0]))
+    with pytest.raises(UnfitResultError, match="second result"):
+        mine.accept_model(result("site-1", a=[5.0, 5.0]))
+    with pytest.raises(UnfitResultError, match="params_transfer_type"):
+        mine.accept_model(result("site-2", a=[5.0, 5.0], kind=ParamsType.DIFF))
+    assert values(mine.aggregate_model()) == {"a": [1.0, 1.0]}
+
+
+def test_what_turns_out_to_be_bad_while_it_is_read_is_left_out(aggregator, result, scratch, caplog):
+    """NaN, and a file that was cut short, are found when everything else is done: the others count alone."""
+    mine = aggregator()
+    cut = result("site-3", a=[5.0, 5.0], b=[5.0])
+    for model in (result("site-1", a=[1.0, 1.0], b=[1.0]), result("site-2", a=[NAN, 1.0], b=[2.0]), cut):
+        mine.accept_model(model)
+    with open(cut.params["a"].source.file_range()[0].path, "r+b") as file:
+        file.truncate(10)
+    with caplog.at_level(logging.WARNING):
+        assert values(mine.aggregate_model()) == {"a": [1.0, 1.0], "b": [1.0]}
+    assert "site-2 is left out" in caplog.text
+    assert "site-3 is left out" in caplog.text
+
+
+def test_scratch_of_a_round_goes_when_it_is_aggregated(aggregator, result, scratch):
+    """Although NVFlare still holds the messages the results came in, only what came out of them is left."""
+    mine = aggregator()
+    messages = [result(f"site-{n}", a=[n, n], b=[n]) for n in range(1, 4)]
+    for message in messages:
+        mine.accept_model(message)
+    assert len(files_below(scratch.path)) == 3
+    found = mine.aggregate_model()
+    assert [message.params for message in messages] == [{}, {}, {}]
+    (left,) = {value.source.file_range()[0].path for value in found.params.values()}
+    assert files_below(scratch.path) == [str(left).removeprefix(f"{scratch.path}/")]
+    del found
+    assert files_below(scratch.path) == []
+    assert scratch.used == 0
+
+
+def test_differences_become_the_whole_model(aggregator, result, fl_ctx):
+    """The global model plus the mean of the differences; tensors without one stay as they were."""
+    mine = aggregator()
+    give(fl_ctx, a=[10.0, 20.0], b=[30.0])
+    mine.accept_model(result("site-1", 1, a=[1.0, 0.0], kind=ParamsType.DIFF))
+    mine.accept_model(result("site-2", 3, a=[5.0, 4.0], kind=ParamsType.DIFF))
+    found = mine.aggregate_model()
+    assert found.params_type == ParamsType.FULL
+    assert values(found) == {"a": [14.0, 23.0], "b": [30.0]}
+    assert all(isinstance(value, LazyTensor) for value in found.params.values())
+
+
+def test_arrays_come_out_as_arrays(aggregator, fl_ctx):
+    """What is exchanged as NumPy arrays goes on as lazy arrays."""
+    mine = aggregator()
+    for site in (1, 3):
+        params = {"a": np.full(2, site, np.float32), "b": np.full(1, site, np.float32)}
+        mine.accept_model(FLModel(params=params, params_type=ParamsType.FULL, meta={"client_name": f"site-{site}"}))
+    found = mine.aggregate_model()
+    assert all(isinstance(value, LazyArray) for value in found.params.values())
+    assert values(found) == {"a": [2.0, 2.0], "b": [2.0]}
+
+
+def test_too_few_results(aggregator, result):
+    """The job fails, or skips the round with the global model as it is; the next round begins empty."""
+    mine = aggregator(min_results=2)
+    mine.accept_model(result("site-1", a=[1.0, 1.0]))
+    with pytest.raises(TooFewResultsError, match="round 0 has 1 usable results, and min_results is 2"):
+        mine.aggregate_model()
+    skipping = aggregator(min_results=2, on_too_few="skip")
+    skipping.accept_model(result("site-1", a=[1.0, 1.0]))
+    assert values(skipping.aggregate_model()) == {"a": [0.0, 0.0], "b": [0.0]}
+    skipping.accept_model(result("site-1", a=[1.0, 1.0], b=[1.0]))
+    skipping.accept_model(result("site-2", a=[2.0, 2.0], b=[2.0]))
+    assert values(skipping.aggregate_model())["a"] == [1.5, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"rule": "meen"}, "meen"),
+        ({"rule_args": {"byzantine": 1}}, "byzantine"),
+        ({"on_too_few": "wait"}, "on_too_few"),
+        ({"on_non_finite": "ignore"}, "ignore"),
+        ({"exclude_vars": "("}, r"\("),
+        ({"memory_budget": "lots"}, "lots"),
+        ({"server_optimizer": {"name": "fedadam", "lr": 0.01, "speed": 3}}, "speed"),
+        ({"server_optimizer": {"name": "adam"}}, "adam"),
+    ],
+)
+def test_what_is_wrong_in_a_configuration_is_said_at_once(arguments, says):
+    """Not at the end of the first round, when the clients have trained."""
+    with pytest.raises((ValueError, TypeError), match=says):
+        LazyAggregator(**arguments)
+
+
+def test_rules_and_server_optimizers_are_named(aggregator, result, fl_ctx):
+    """The rule decides what comes of results, and the optimizer what comes of that."""
+    robust = aggregator(rule="trimmed_mean", rule_args={"byzantine": 1})
+    for site, value in enumerate([1.0, 2.0, 3.0, 1e9], 1):
+        robust.accept_model(result(f"site-{site}", a=[value, value], b=[value]))
+    assert values(robust.aggregate_model()) == {"a": [2.5, 2.5], "b": [2.5]}
+    slow = aggregator(server_optimizer={"name": "fedavgm", "lr": 0.5, "momentum": 0.0})
+    slow.accept_model(result("site-1", a=[1.0, 2.0], b=[3.0]))
+    assert values(slow.aggregate_model()) == {"a": [0.5, 1.0], "b": [1.5]}

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The persistor: what a job may begin with, what is saved without a copy, what is kept, and what is found again."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from nvflare.apis.event_type import EventType
+from nvflare.app_common.abstract.model import ModelLearnableKey, make_model_learnable
+from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.app_event_type import AppEventType
+from nvflare.app_opt.pt.file_model_persistor import PTFileModelPersistor
+
+import nvflare_lazy
+from nvflare_lazy.errors import JobCheckpointError
+from nvflare_lazy.flare import LazyAggregator, LazyModelLocator, LazyModelPersistor
+from nvflare_lazy.flare.checkpoint_store import RECORD_NAME, CheckpointStore
+from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, MODEL_NAME
+from nvflare_lazy.tensors.lazy_array import LazyArray
+from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+from tests.flare.conftest import files_below
+from tests.flare.networks import Small
+
+WEIGHTS = {"layer.weight": [[0.5, 0.5]], "layer.bias": [0.25]}
+NET = "tests.flare.networks.Small"
+
+
+def weights(fl_ctx) -> dict:
+    return fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)[ModelLearnableKey.WEIGHTS]
+
+
+def values(tensors) -> dict[str, list]:
+    return {name: value.tolist() for name, value in tensors.items()}
+
+
+def round_of(persistor, fl_ctx, result, number: int, bias: float) -> None:
+    """Let a round come to a model with this bias, by our aggregator, and save it."""
+    fl_ctx.set_prop(AppConstants.CURRENT_ROUND, number)
+    aggregator = LazyAggregator()
+    aggregator.handle_event(EventType.START_RUN, fl_ctx)
+    aggregator.accept_model(result("site-1", **{"layer.weight": [[0.5, 0.5]], "layer.bias": [bias]}))
+    learnable = make_model_learnable(aggregator.aggregate_model().params, {"rounds": number})
+    fl_ctx.set_prop(AppConstants.GLOBAL_MODEL, learnable)
+    persistor.save_model(learnable, fl_ctx)
+
+
+# ---- the initial model ---------------------------------------------------------------------------------------------
+
+
+def plain_safetensors(path: Path) -> Path:
+    return nvflare_lazy.save(Small().state_dict(), path / "m.safetensors")
+
+
+def sharded(path: Path) -> Path:
+    (path / "sharded").mkdir()
+    nvflare_lazy.save(Small().state_dict(), path / "sharded", max_shard_size=8)
+    assert len(list((path / "sharded").glob("*.safetensors"))) == 2
+    return path / "sharded"
+
+
+def pytorch_zip(path: Path) -> Path:
+    torch.save(Small().state_dict(), path / "m.pt")
+    return path / "m.pt"
+
+
+def pytorch_legacy(path: Path) -> Path:
+    torch.save(Small().state_dict(), path / "m.pth", _use_new_zipfile_serialization=False)
+    return path / "m.pth"
+
+
+def of_nvflares_persistor(path: Path) -> Path:
+    torch.save({"model": Small().state_dict(), "train_conf": {"train": {"model": "Small"}}}, path / "FL.pt")
+    return path / "FL.pt"
+
+
+@pytest.mark.parametrize(
+    "make", [plain_safetensors, sharded, pytorch_zip, pytorch_legacy, of_nvflares_persistor], ids=lambda f: f.__name__
+)
+def test_a_job_begins_with_any_readable_checkpoint(start, fl_ctx, tmp_path, make):
+    """Whatever kind of file it is, the job gets lazy tensors of it, and nothing is copied."""
+    start(source_ckpt_file_full_name=str(make(tmp_path)))
+    assert values(weights(fl_ctx)) == WEIGHTS
+    assert all(isinstance(value, LazyTensor) for value in weights(fl_ctx).values())
+    assert files_below(tmp_path / "app") == []
+
+
+def test_a_relative_name_is_looked_for_where_nvflare_does(start, fl_ctx, tmp_path):
+    """In the `custom` folder of the app."""
+    (tmp_path / "app" / "custom").mkdir()
+    plain_safetensors(tmp_path / "app" / "custom")
+    start(source_ckpt_file_full_name="m.safetensors")
+    assert values(weights(fl_ctx)) == WEIGHTS
+
+
+def test_a_model_class_is_instantiated_once_and_elsewhere(start, fl_ctx, tmp_path):
+    """Another process makes it with its arguments and writes it to a file, which goes with the last tensor."""
+    witness = tmp_path / "witness"
+    args = {"width": 3, "witness": str(witness)}
+    persistor = start(model={"path": NET, "args": args, "config_type": "dict"})
+    (pid,) = witness.read_text().split()
+    assert int(pid) != os.getpid()
+    assert weights(fl_ctx)["layer.weight"].tolist() == [[0.5, 0.5, 0.5]]
+    assert len(files_below(tmp_path / "app")) == 1
+    fl_ctx.set_prop(AppConstants.GLOBAL_MODEL, None)
+    persistor.handle_event(EventType.END_RUN, fl_ctx)
+    assert files_below(tmp_path / "app") == []
+
+
+@pytest.mark.parametrize("by_id", [True, False])
+def test_a_model_that_nvflare_made_is_freed(start, fl_ctx, engine, by_id):
+    """Its parameters go to a file, and out of the module that NVFlare keeps a reference to."""
+    module = engine.components["net"] = Small()
+    start(model="net" if by_id else module)
+    assert values(weights(fl_ctx)) == WEIGHTS
+    assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
+
+
+def test_arrays_for_jobs_that_exchange_arrays(start, fl_ctx, tmp_path):
+    """As NVFlare's persistor does by default; bfloat16, which NumPy has not, becomes float32."""
+    path = nvflare_lazy.save({"w": torch.tensor([1.5], dtype=torch.bfloat16)}, tmp_path / "m.safetensors")
+    start(source_ckpt_file_full_name=str(path), allow_numpy_conversion=True)
+    (array,) = weights(fl_ctx).values()
+    assert isinstance(array, LazyArray)
+    assert (array.dtype, array.tolist()) == (np.float32, [1.5])
+
+
+NO_MODEL = {
+    "no file": ({"source_ckpt_file_full_name": "/nowhere/m.safetensors"}, "/nowhere/m.safetensors"),
+    "no class": ({"model": {"path": "tests.flare.networks.Large"}}, "Large"),
+    "a class that fails": ({"model": {"path": NET, "args": {"fail": True}}}, "no such model today"),
+    "not a model": ({"model": {"path": "tests.flare.networks.not_a_model"}}, "not a torch.nn.Module"),
+    "no path": ({"model": {"args": {}}}, "name its class"),
+    "arguments that are no JSON": ({"model": {"path": NET, "args": {"width": {1}}}}, "save a checkpoint"),
+    "no component": ({"model": "nobody"}, "there is no initial model"),
+    "nothing": ({}, "there is no initial model"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "says"), NO_MODEL.values(), ids=NO_MODEL.keys())
+def test_without_a_model_the_job_ends_and_says_why(start, engine, arguments, says):
+    """A system panic with a reason that names the file or the class."""
+    start(**arguments)
+    (reason,) = engine.panics
+    assert says in reason
+
+
+# ---- saving --------------------------------------------------------------------------------------------------------
+
+
+def test_what_aggregation_wrote_is_the_checkpoint(start, fl_ctx, result, tmp_path):
+    """One file with several names: nothing is copied, for the last model, the round and the best one."""
+    persistor = start(model=Small())
+    round_of(persistor, fl_ctx, result, 0, 1.0)
+    persistor.handle_event(AppEventType.GLOBAL_BEST_MODEL_AVAILABLE, fl_ctx)
+    app = tmp_path / "app"
+    names = [app / MODEL_NAME, app / BEST_NAME, app / "rounds" / "round-00000.safetensors"]
+    written = Path(weights(fl_ctx)["layer.bias"].source.file_range()[0].path)
+    assert len({path.stat().st_ino for path in [written, *names]}) == 1
+    assert nvflare_lazy.open(app / MODEL_NAME)["layer.bias"].tolist() == [1.0]
+
+
+def test_the_best_model_stays_when_the_last_one_goes_on(start, fl_ctx, result, tmp_path):
+    """It is another file from then on."""
+    persistor = start(model=Small())
+    round_of(persistor, fl_ctx, result, 0, 1.0)
+    persistor.handle_event(AppEventType.GLOBAL_BEST_MODEL_AVAILABLE, fl_ctx)
+    round_of(persistor, fl_ctx, result, 1, 2.0)
+    assert nvflare_lazy.open(tmp_path / "app" / BEST_NAME)["layer.bias"].tolist() == [1.0]
+    assert nvflare_lazy.open(tmp_path / "app" / MODEL_NAME)["layer.bias"].tolist() == [2.0]
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_the_last_rounds_are_kept(start, fl_ctx, result, tmp_path, keep):
+    """As many as asked for, and no file of any other."""
+    persistor = start(model=Small(), keep=keep)
+    for number in range(5):
+        round_of(persistor, fl_ctx, result, number, float(number))
+    kept = [f"rounds/round-{number:05d}.safetensors" for number in range(5 - keep, 5)]
+    app = tmp_path / "app"
+    # And the file under the name it was written as, as long as its tensors are the global model.
+    assert [name for name in files_below(app) if not name.startswith(".")] == [MODEL_NAME, RECORD_NAME, *kept]
+    for name in kept:
+        assert nvflare_lazy.open(app / name)["layer.bias"].tolist() == [float(name[-13])]
+
+
+def test_ordinary_tensors_are_saved_too(start, fl_ctx, tmp_path):
+    """Of an aggregator that makes its own; what it leaves out keeps its value."""
+    persistor = start(model=Small())
+    persistor.save_model(make_model_learnable({"layer.bias": torch.tensor([7.0])}, {}), fl_ctx)
+    found = nvflare_lazy.open(tmp_path / "app" / MODEL_NAME)
+    assert values(found) == {**WEIGHTS, "layer.bias": [7.0]}
+
+
+@pytest.mark.parametrize("wrong", [{"stranger": [1.0]}, {"layer.bias": [1.0, 2.0]}])
+def test_what_is_not_the_model_is_not_saved(start, fl_ctx, result, tmp_path, wrong):
+    """An error names the tensor, and the checkpoint stays."""
+    persistor = start(model=Small())
+    round_of(persistor, fl_ctx, result, 0, 1.0)
+    tensors = {name: torch.tensor(value) for name, value in wrong.items()}
+    with pytest.raises(JobCheckpointError, match=next(iter(wrong))):
+        persistor.save_model(make_model_learnable(tensors, {}), fl_ctx)
+    assert nvflare_lazy.open(tmp_path / "app" / MODEL_NAME)["layer.bias"].tolist() == [1.0]
+
+
+# ---- going on ------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_goes_on_after_its_last_round(start, fl_ctx, result, tmp_path):
+    """With its model and what NVFlare keeps beside it, whatever else the job would begin with."""
+    kept = str(tmp_path / "kept")
+    round_of(start(model=Small(), checkpoint_dir=kept), fl_ctx, result, 3, 1.0)
+    again = start(model=Small(), checkpoint_dir=kept)
+    assert again.resumed.round == 3
+    assert weights(fl_ctx)["layer.bias"].tolist() == [1.0]
+    assert fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)[ModelLearnableKey.META] == {"rounds": 3}
+
+
+def test_another_job_begins_with_a_checkpoint_that_is_replaced_meanwhile(start, fl_ctx, result, tmp_path):
+    """A running job's last checkpoint: who has opened it goes on reading that one."""
+    first = start(model=Small(), checkpoint_dir=str(tmp_path / "first"), keep=1)
+    round_of(first, fl_ctx, result, 0, 1.0)
+    source = tmp_path / "first" / MODEL_NAME
+    second = start(source_ckpt_file_full_name=str(source), checkpoint_dir=str(tmp_path / "second"))
+    taken = weights(fl_ctx)["layer.bias"]
+    for number in (1, 2):
+        round_of(first, fl_ctx, result, number, 2.0)
+    assert nvflare_lazy.open(source)["layer.bias"].tolist() == [2.0]
+    assert taken.tolist() == [1.0]
+    assert second.resumed is None
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ("{", "is not JSON"),
+        (json.dumps({"format": 99}), "another version"),
+        (json.dumps({"format": 1, "round": 0, "file": "../../etc/passwd"}), "no file of this store"),
+    ],
+)
+def test_a_record_that_cannot_be_understood_is_no_new_beginning(start, engine, tmp_path, record, says):
+    """The job ends with what to do, and does not begin at zero in silence."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / RECORD_NAME).write_text(record)
+    start(model=Small(), checkpoint_dir=str(kept))
+    (reason,) = engine.panics
+    assert says in reason
+
+
+def test_what_a_killed_process_was_writing_is_removed(start, tmp_path):
+    """Files that were to become checkpoints, when the next one starts."""
+    store = CheckpointStore(tmp_path / "kept", MODEL_NAME, BEST_NAME)
+    (store.incoming / "half.safetensors").write_bytes(bytes(100))
+    start(source_ckpt_file_full_name=str(plain_safetensors(tmp_path)), checkpoint_dir=str(tmp_path / "kept"))
+    assert files_below(store.incoming) == []
+
+
+# ---- for others ----------------------------------------------------------------------------------------------------
+
+
+def test_models_for_cross_site_evaluation(start, fl_ctx, result, tmp_path, engine):
+    """The initial checkpoint, the last model and the best one, by name, unread; the locator offers them."""
+    source = plain_safetensors(tmp_path)
+    persistor = start(source_ckpt_file_full_name=str(source))
+    round_of(persistor, fl_ctx, result, 0, 1.0)
+    persistor.handle_event(AppEventType.GLOBAL_BEST_MODEL_AVAILABLE, fl_ctx)
+    round_of(persistor, fl_ctx, result, 1, 2.0)
+    inventory = persistor.get_model_inventory(fl_ctx)
+    assert list(inventory) == ["m.safetensors", MODEL_NAME, BEST_NAME]
+    locator = LazyModelLocator()
+    locator.handle_event(EventType.START_RUN, fl_ctx)
+    assert locator.get_model_names(fl_ctx) == list(inventory)
+    for name, bias in zip(inventory, (0.25, 2.0, 1.0), strict=True):
+        found = persistor.get(name, fl_ctx)[ModelLearnableKey.WEIGHTS]
+        located = locator.locate_model(name, fl_ctx).data
+        for tensors in (found, located):
+            assert isinstance(tensors["layer.bias"], LazyTensor)
+            assert tensors["layer.bias"].tolist() == [bias]
+    assert persistor.get("nobody", fl_ctx) is None
+    with pytest.raises(JobCheckpointError, match="there is no model 'nobody'"):
+        locator.locate_model("nobody", fl_ctx)
+
+
+def test_a_locator_without_its_persistor_ends_the_job(fl_ctx, engine):
+    """It says what it found instead."""
+    engine.components["persistor"] = Small()
+    LazyModelLocator().handle_event(EventType.START_RUN, fl_ctx)
+    (reason,) = engine.panics
+    assert "is a Small; LazyModelLocator needs a LazyModelPersistor" in reason
+
+
+def test_the_pytorch_file_is_one_that_nvflares_persistor_goes_on_from(start, fl_ctx, result, tmp_path, engine):
+    """At the end of the run, in its layout: `torch.load` reads it safely, and so does that persistor."""
+    persistor = start(model=Small(), pytorch_file=True)
+    round_of(persistor, fl_ctx, result, 0, 1.0)
+    persistor.handle_event(EventType.ABOUT_TO_END_RUN, fl_ctx)
+    written = (tmp_path / "app" / MODEL_NAME).with_suffix(".pt")
+    assert values(torch.load(written, weights_only=True)["model"]) == {**WEIGHTS, "layer.bias": [1.0]}
+    stock = PTFileModelPersistor(model=Small(), source_ckpt_file_full_name=str(written), allow_numpy_conversion=False)
+    stock.handle_event(EventType.START_RUN, fl_ctx)
+    loaded = stock.load_model(fl_ctx)[ModelLearnableKey.WEIGHTS]
+    assert loaded["layer.bias"].tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"global_model_file_name": "model.pt"}, "set pytorch_file"),
+        ({"best_global_model_file_name": "../best.safetensors"}, "no name for a model file"),
+        ({"keep": 0}, "at least the last round"),
+        ({"checkpoint_dir": "relative"}, "absolute path"),
+    ],
+)
+def test_what_is_wrong_in_a_configuration_is_said_at_once(arguments, says):
+    """By the constructor, with what to write instead."""
+    with pytest.raises(ValueError, match=says):
+        LazyModelPersistor(**arguments)
+
+
+def test_excluded_variables_are_not_part_of_the_job(start, fl_ctx, tmp_path):
+    """They are neither sent nor saved."""
+    start(source_ckpt_file_full_name=str(plain_safetensors(tmp_path)), exclude_vars="bias")
+    assert list(weights(fl_ctx)) == ["layer.weight"]
