@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -20,6 +21,7 @@ from nvflare_lazy import aggregation, errors, flare, formats, recipes, scratch
 from nvflare_lazy.aggregation.server_optimizers import ServerOptimizer, to_optimizer
 from nvflare_lazy.cli.program import program
 from nvflare_lazy.flare.round_log import ContributionRecord, RoundRecord
+from tests.documents.markdown import Block, blocks
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -166,6 +168,15 @@ def test_log_lines():
                 assert any(part in constant for constant in constants), f"{part!r} of `{line}` is in no message"
 
 
+def test_fragments_of_configurations():
+    """What a configuration in a document names exists and takes these arguments, also where only a part is shown."""
+    named = [part for page in PAGES for block in blocks(page) if block.language == "json" for part in _parts(block)]
+    assert {"TensorOffload", "LazyAggregator", "LazyModelPersistor"} <= {path.rpartition(".")[2] for path, _ in named}
+    for path, arguments in named:
+        module, _, name = path.rpartition(".")
+        inspect.signature(getattr(import_module(module), name)).bind_partial(**arguments)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page):
     """Links between documents lead somewhere: to a file, and to a heading if they name one."""
@@ -186,6 +197,20 @@ def test_index():
     index = (DOCS / "README.md").read_text(encoding="utf-8")
     missing = [page for page in DOCS.rglob("*.md") if f"({page.relative_to(DOCS)})" not in index]
     assert missing == [DOCS / "README.md"]
+
+
+def _parts(block: Block) -> list[tuple[str, dict[str, object]]]:
+    """Return the classes of this package that a configuration names, each with its arguments."""
+    found = []
+
+    def note(part: dict[str, object]) -> dict[str, object]:
+        if str(part.get("path")).startswith("nvflare_lazy."):
+            found.append((part["path"], part.get("args", {})))
+        return part
+
+    for text in block.text.strip().split("\n\n"):
+        json.loads(text if text.startswith("{") else f"{{{text}}}", object_hook=note)
+    return found
 
 
 def _nodes(kind: type[_Node]) -> Iterator[_Node]:
