@@ -11,6 +11,7 @@ from nvflare.app_opt.pt.recipes import FedAvgRecipe as StockFedAvg
 from nvflare.app_opt.pt.recipes.fedopt import FedOptRecipe as StockFedOpt
 from nvflare.app_opt.pt.recipes.fedprox import FedProxRecipe as StockFedProx
 from nvflare.app_opt.pt.recipes.scaffold import ScaffoldRecipe as StockScaffold
+from nvflare.recipe.utils import add_cross_site_evaluation
 
 from nvflare_lazy.recipes import FedAvgRecipe, FedOptRecipe, FedProxRecipe, ScaffoldRecipe
 from tests.flare.networks import Small
@@ -175,3 +176,13 @@ def test_the_name_of_the_best_model(script, export):
     persistor = component(export(recipe), "LazyModelPersistor")
     assert persistor["best_global_model_file_name"] == "winner.safetensors"
     assert persistor["pytorch_file"] is True
+
+
+def test_cross_site_evaluation_looks_for_models_with_our_locator(script, export):
+    """NVFlare's utility adds NVFlare's locator, which reports every persistor but NVFlare's as an error."""
+    recipe = FedAvgRecipe(name="evaluated", model=Small(), min_clients=2, num_rounds=1, train_script=script)
+    add_cross_site_evaluation(recipe)
+    config = export(recipe)
+    named = {part["id"]: part["path"].rpartition(".")[2] for part in config["components"]}
+    assert named[config["workflows"][1]["args"]["model_locator_id"]] == "LazyModelLocator"
+    assert "PTFileModelLocator" not in named.values()
