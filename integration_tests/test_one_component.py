@@ -36,7 +36,14 @@ def test_a_stock_job_with_the_component_gives_what_it_gives_without(run_job: Job
     assert not left_in(result.workspace.parent / "scratch")
 
 
-def test_one_bad_client_costs_only_itself_with_stock_aggregation(run_job: JobRunner):
+@pytest.mark.parametrize(
+    "controller",
+    [
+        pytest.param({}, id="stock"),
+        pytest.param({"aggregator": {"path": "witness.PlainAggregator"}}, id="custom", marks=pytest.mark.slow),
+    ],
+)
+def test_one_bad_client_costs_only_itself_with_others_aggregators(run_job: JobRunner, controller: dict):
     """Garbage and a wrong shape are left out whole, with the reason; the next round has everybody again."""
     job = FLJob(
         mode="component",
@@ -45,6 +52,8 @@ def test_one_bad_client_costs_only_itself_with_stock_aggregation(run_job: JobRun
         tensors=4,
         rounds=2,
         trainer=Path(__file__).parent / "faulty_trainer.py",
+        controller=controller,
+        files=(WITNESS,),
     )
     result = run_job(job, environment={"FAULTS": '{"2": "garbage", "3": "shape"}'})
     first, second = records(result, "round")

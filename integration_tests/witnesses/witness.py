@@ -9,6 +9,8 @@ import os
 from nvflare.apis.analytix import AnalyticsData
 from nvflare.apis.dxo import from_shareable
 from nvflare.apis.filter import Filter
+from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
+from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 from nvflare.app_common.widgets.streaming import AnalyticsReceiver
 
 
@@ -37,3 +39,24 @@ class MetricsWitness(AnalyticsReceiver):
 
     def finalize(self, fl_ctx):
         pass
+
+
+class PlainAggregator(ModelAggregator):
+    """Averages what it has collected at the end of a round, as people write it who do not expect that reading fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.results = []
+
+    def accept_model(self, model):
+        self.results.append((model.meta["NUM_STEPS_CURRENT_ROUND"], model.params))
+
+    def aggregate_model(self):
+        total = sum(steps for steps, _ in self.results)
+        params = {
+            name: sum(params[name] * (steps / total) for steps, params in self.results) for name in self.results[0][1]
+        }
+        return FLModel(params=params, params_type=ParamsType.FULL)
+
+    def reset_stats(self):
+        self.results = []

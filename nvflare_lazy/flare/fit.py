@@ -37,6 +37,19 @@ def misfit(weights: Mapping[str, Any], reference: Mapping[str, Any]) -> str | No
     return None
 
 
+def wrong_shape(weights: Mapping[str, Any], reference: Mapping[str, Any]) -> str | None:
+    """Say which tensor has another shape than in the model, or None. What only one of them has is not looked at.
+
+    Other aggregators than ours may want what the model has not, but none can add what has another shape: NVFlare's own
+    would find out with half of the result in its sum.
+    """
+    for name, value in weights.items():
+        wanted = reference.get(name)
+        if is_weight(value) and is_weight(wanted) and tuple(value.shape) != tuple(wanted.shape):  # type: ignore[union-attr]
+            return f"{name!r} has the shape {list(value.shape)}, not {list(wanted.shape)}"  # type: ignore[union-attr]
+    return None
+
+
 def _some(names: list[str]) -> str:
     named = ", ".join(repr(name) for name in names[:_MOST_NAMED])
     return named if len(names) <= _MOST_NAMED else f"{named} and {len(names) - _MOST_NAMED} more"

@@ -14,12 +14,15 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import ReservedKey
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.abstract.model import ModelLearnableKey
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 from nvflare.app_common.aggregators.weighted_aggregation_helper import AggregationStatsKey
 from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.base_fedavg import make_fedavg_metrics_aggregation_info
 
 from nvflare_lazy.aggregation import Aggregation, AggregationReport
@@ -27,7 +30,7 @@ from nvflare_lazy.aggregation import ParamsType as ParamsKind
 from nvflare_lazy.errors import NothingToAggregateError, TooFewResultsError, UnfitResultError
 from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.outgoing import Outgoing
-from nvflare_lazy.flare.round_results import RoundResults, client_of
+from nvflare_lazy.flare.round_results import CLIENT_NAME, RoundResults, client_of
 from nvflare_lazy.flare.server_step import ServerStep
 from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET
 from nvflare_lazy.flare.weights import as_weights, holds_arrays
@@ -106,6 +109,27 @@ class LazyAggregator(ModelAggregator):
         if event_type == EventType.END_RUN:
             self._round.clear()
             job_context.release_scratch(fl_ctx)
+
+    def accept(self, shareable: Shareable, fl_ctx: FLContext) -> bool:
+        """Take a client's result into the round, for ScatterAndGather.
+
+        Returns:
+            Whether it is taken. An error, which is what FedAvg wants to have, would end the task for all clients.
+        """
+        self.fl_ctx = fl_ctx
+        client = str(shareable.get_peer_prop(ReservedKey.IDENTITY_NAME, AppConstants.CLIENT_UNKNOWN))
+        asked_in = shareable.get_cookie(AppConstants.CONTRIBUTION_ROUND)
+        if asked_in is not None and asked_in != self._round_number():
+            # Not a reason to leave out the one that may still come.
+            self.warning(f"round {self._round_number()}: a result of {client} for round {asked_in} comes too late")
+            return False
+        model = FLModelUtils.from_shareable(shareable, fl_ctx)
+        model.meta = {**(model.meta or {}), CLIENT_NAME: client}
+        try:
+            self.accept_model(model)
+        except UnfitResultError:
+            return False
+        return True
 
     def accept_model(self, model: FLModel) -> None:
         """Take a client's result into the round.

@@ -25,9 +25,9 @@ from nvflare.app_common.app_event_type import AppEventType
 
 from nvflare_lazy.errors import ScratchError, UnfitResultError
 from nvflare_lazy.flare import job_context
+from nvflare_lazy.flare.fit import wrong_shape
 from nvflare_lazy.flare.process_memory import give_back_free_memory, keep_little_free_memory
 from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
-from nvflare_lazy.flare.unusable import make_unusable, wrong_shape
 from nvflare_lazy.flare.weights import is_weight
 from nvflare_lazy.scratch import JobScratch, use_job_scratch
 from nvflare_lazy.tensors.lazy_array import LazyArray
@@ -165,7 +165,9 @@ class TensorOffload(FLComponent):
             if wrong is None:
                 return
             failure = UnfitResultError(f"the result of {client} does not fit the global model: {wrong}")
-            make_unusable(data, failure)
+        # A result without tensors is left out by controllers and does no harm to aggregators, none of which expects
+        # that reading a tensor fails when half of them are added already.
+        data.clear()
         self.log_warning(fl_ctx, f"the result of {client} cannot be used: {failure}", fire_event=False)
         if self._log is not None:
             self._log.left_out(client, str(failure))

@@ -11,10 +11,14 @@ import logging
 import numpy as np
 import pytest
 import torch
+from nvflare.apis.dxo import from_shareable
 from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import ReservedKey
+from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.weighted_aggregation_helper import WeightedAggregationHelper
 from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.base_fedavg import BaseFedAvg
 
 from nvflare_lazy.errors import TooFewResultsError, UnfitResultError
@@ -236,3 +240,26 @@ def test_rules_and_server_optimizers_are_named(aggregator, result, fl_ctx):
     slow = aggregator(server_optimizer={"name": "fedavgm", "lr": 0.5, "momentum": 0.0})
     slow.accept_model(result("site-1", a=[1.0, 2.0], b=[3.0]))
     assert values(slow.aggregate_model()) == {"a": [0.5, 1.0], "b": [1.5]}
+
+
+def from_client(client: str, model: FLModel, asked_in: int = 0) -> Shareable:
+    """Return a result as ScatterAndGather gives it to its aggregator."""
+    shareable = FLModelUtils.to_shareable(model)
+    shareable.set_peer_props({ReservedKey.IDENTITY_NAME: client})
+    shareable.add_cookie(AppConstants.CONTRIBUTION_ROUND, asked_in)
+    return shareable
+
+
+def test_results_for_scatter_and_gather(aggregator, result, fl_ctx, caplog):
+    """Who sent one is known from its peer; what cannot be used, or comes too late, is refused without an error."""
+    mine = aggregator()
+    fl_ctx.set_prop(AppConstants.CURRENT_ROUND, 3)
+    with caplog.at_level(logging.WARNING):
+        assert not mine.accept(from_client("site-1", result("", a=[9.0, 9.0]), asked_in=2), fl_ctx)
+        assert mine.accept(from_client("site-1", result("", 1, a=[1.0, 1.0], b=[1.0]), asked_in=3), fl_ctx)
+        assert mine.accept(from_client("site-2", result("", 3, a=[5.0, 5.0], b=[5.0]), asked_in=3), fl_ctx)
+        assert not mine.accept(from_client("site-3", result("", a=[1.0, 1.0, 1.0]), asked_in=3), fl_ctx)
+    assert "a result of site-1 for round 2 comes too late" in caplog.text
+    assert "site-3 is left out" in caplog.text
+    found = from_shareable(mine.aggregate(fl_ctx)).data
+    assert {name: value.tolist() for name, value in found.items()} == {"a": [4.0, 4.0], "b": [4.0]}
