@@ -72,7 +72,9 @@ class Payload:
             self._encoded = self._encoded or manifests.encode(manifest, self.family)
             return self._encoded
 
-    def read(self, start: int, count: int) -> memoryview:
+    # NVFlare copies what is sent into a frame: from a bytearray at once, from anything else through a bytearray.
+
+    def read(self, start: int, count: int) -> bytearray | memoryview:
         """Return a part of the run of all bytes; the sender's own memory where it lies there in one piece."""
         manifest = self.manifest
         if start < 0 or count < 0 or start + count > manifest.nbytes:
@@ -81,17 +83,18 @@ class Payload:
         item = self._owners[index]
         if start + count <= item.offset + item.nbytes:
             return self._part(item.name, start - item.offset, count)
-        gathered = memoryview(bytearray(count))
+        gathered = bytearray(count)
+        view = memoryview(gathered)
         done = 0
         while done < count:
             item = self._owners[index]
             inside = start + done - item.offset
             take = min(count - done, item.nbytes - inside)
-            self._source(item.name).read_into(gathered[done : done + take], inside)
+            self._source(item.name).read_into(view[done : done + take], inside)
             done, index = done + take, index + 1
         return gathered
 
-    def read_item(self, name: str, start: int, count: int) -> memoryview:
+    def read_item(self, name: str, start: int, count: int) -> bytearray | memoryview:
         """Return a part of one tensor's bytes."""
         if name not in self._held():
             raise ProtocolError(f"{name!r} was asked for, which is not in this payload")
@@ -109,11 +112,11 @@ class Payload:
         """Return about how long that is, without making it."""
         return self._described(self._held()[self.names[index]])[2]
 
-    def _part(self, name: str, start: int, count: int) -> memoryview:
+    def _part(self, name: str, start: int, count: int) -> bytearray | memoryview:
         source = self._source(name)
         if isinstance(source, MemoryPiece):
             return source.view[start : start + count]
-        return memoryview(source.read(start, count))
+        return source.read(start, count)
 
     def _source(self, name: str) -> ByteSource:
         last = self._last

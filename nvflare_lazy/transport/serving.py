@@ -114,7 +114,7 @@ class SegmentServer:
                 nvflare_private.note_sent(ref, job.requester, len(data))
 
 
-def _read(payload: Payload, request: wire.Request) -> memoryview:
+def _read(payload: Payload, request: wire.Request) -> bytearray | memoryview:
     if request.what == wire.DATA:
         return payload.read(request.start, request.count)
     if request.what == wire.ITEM and request.item is not None:
@@ -135,7 +135,7 @@ class _Job:
         self.secure = secure
         self.request = request
 
-    def send(self, data: memoryview | None, error: str | None = None) -> bool:
+    def send(self, data: bytearray | memoryview | None, error: str | None = None) -> bool:
         headers = wire.Data(self.request.transfer, self.request.start, error).to_headers()
         errors = self.core.fire_and_forget(
             wire.CHANNEL, wire.DATA_TOPIC, self.requester, Message(headers, data), secure=self.secure, optional=True
