@@ -28,7 +28,7 @@ def enable(scratch: JobScratch | None = None, *, inflight_bytes: int | None = No
 
     Args:
         scratch: Where to; the job scratch that is in use, or one with defaults, if not given.
-        inflight_bytes: Bytes that all downloads together may have under way; unchanged if not given.
+        inflight_bytes: Bytes of memory that all downloads together may take up on their way; unchanged if not given.
     """
     global _enabled
     if inflight_bytes is not None:

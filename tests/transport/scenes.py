@@ -37,6 +37,12 @@ def tensors(kind: str) -> dict[str, Any]:
             raw = torch.randint(0, 100, (3, 16), dtype=torch.uint8)
             made[name] = (raw % 2 == 0) if dtype is torch.bool else raw.to(torch.float32).to(dtype)
         return made
+    if kind == "rare":
+        from nvflare_lazy.tensors.dtypes import ELEMENT_TYPES
+
+        raw = torch.arange(96, dtype=torch.uint8).reshape(2, 48)
+        types = [row.torch for row in ELEMENT_TYPES if row.torch is not None]
+        return {str(dtype): raw.view(dtype) for dtype in types if str(dtype).removeprefix("torch.") not in DTYPES}
     if kind == "odd for stock":  # what a stock sender can send
         made = tensors("odd")
         return {name: made[name] for name in ("scalar", "empty", "tied.a", "tied.b", "parameter.data")}

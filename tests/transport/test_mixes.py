@@ -45,6 +45,14 @@ def test_to_plugin(net, sender, family, kind, to_disk):
     assert net["server"].call(scenes.scratch_files) == []
 
 
+@pytest.mark.parametrize("to_disk", [False, True], ids=["to memory", "to disk"])
+def test_rare_types(net, to_disk):
+    """Between two peers with the plugin also types travel that NVFlare, or the file format, knows nothing of."""
+    net["server"].call(scenes.offload, to_disk)
+    assert exchange(net, "site_1", "server", "torch", "rare", lazy=to_disk) == []
+    assert len(scenes.tensors("rare")) >= 2  # the newest of them are not in every release of torch
+
+
 def test_to_stock(net, family, kind):
     """A stock receiver gets the same values from a sender with the plugin."""
     assert exchange(net, "server", "site_2", family, kind) == []

@@ -34,7 +34,7 @@ def test_secure(net, to_disk):
         assert net["server"].call(scenes.send_model, "site-1", secure=secure) == "ok"
         assert net["site_1"].call(eavesdropping.is_secret_model, SECRET)
         heard = net["site_1"].call(eavesdropping.heard, SECRET)
-        assert heard["segments"] >= 12
+        assert heard["segments"] >= 6
         assert heard["in the clear"] == (0 if secure else heard["segments"])
         assert (heard["secrets"] == 0) == secure
 
@@ -57,7 +57,7 @@ def test_read_at_a_hop(net, secure):
     net["site_2"].call(eavesdropping.heard, SECRET)
     assert net["site_2"].call(eavesdropping.read_one, SECRET)
     heard = net["site_2"].call(eavesdropping.heard, SECRET)
-    assert heard["segments"] >= 4
+    assert heard["segments"] >= 2
     assert heard["in the clear"] == (0 if secure else heard["segments"])
 
 
