@@ -16,6 +16,9 @@ from nvflare_lazy.flare.round_log import FILE_NAME
 JobRunner = Callable[..., RunResult]
 SLOW_TEST_SECONDS = 3600
 
+#: For tests that connect to a deployment: what NVFlare uses of aiohttp is deprecated there.
+in_deployment = pytest.mark.filterwarnings("default:ssl_context is deprecated:DeprecationWarning")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import time
 
 import nvflare.client as flare
@@ -29,6 +30,10 @@ def spoilt(self, index):
         os._exit(9)
     if index == 2 and fault == "pauses":
         time.sleep(15)
+    if index == 2 and fault == "waits":
+        # Says so, to be killed by somebody else.
+        pathlib.Path(os.environ["WAITS"]).touch()
+        time.sleep(3600)
     return item
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.fl_job import MIB, FLJob, RunResult, run_in_simulator
 from benchmarks.fl_job.poc import run_in_poc
+from integration_tests.conftest import in_deployment
 
 GIB = 1024
 
@@ -53,6 +54,7 @@ def test_eight_times_the_model_is_the_same_memory(peak):
     assert peak(mode="lazy-both", clients=2, model_mib=2 * GIB, tensors=128) <= small + 64 * MIB
 
 
+@in_deployment
 @pytest.mark.slow
 def test_a_deployment_with_external_trainers_stays_flat(tmp_path: Path):
     """Server job as in the simulator; the clients' job processes, which only forward, grow by 16 MiB at most."""
