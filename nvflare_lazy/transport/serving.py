@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_THREADS = 32
+# Requests of one receiver in line: far more than its downloads have under way. The others it has to ask for again.
+_MOST_WAITING = 1024
 
 
 class SegmentServer:
@@ -70,7 +72,7 @@ class SegmentServer:
             queue = self._queues.get(key)
             if queue is not None:
                 # Whoever asks again for what is still in line gets it once.
-                if all(waiting.request != request for waiting in queue):
+                if len(queue) < _MOST_WAITING and all(waiting.request != request for waiting in queue):
                     queue.append(job)
                 return
             self._queues[key] = deque([job])
