@@ -12,6 +12,7 @@ from lora import adapt, adapters
 from model import Decoder
 
 import nvflare_lazy
+from nvflare_lazy.transport import offload
 
 
 def main() -> None:
@@ -27,8 +28,9 @@ def main() -> None:
     # The sites share this machine.
     torch.set_num_threads(1)
     if not options.stock:
-        # Before `init`: what this process receives is on disk, and what it sends goes in pieces.
+        # Before `init`: tensors come and go in pieces, and those that come are on disk.
         nvflare_lazy.install()
+        offload.enable()
     flare.init()
     site = int(flare.get_site_name().rsplit("-", 1)[-1])
 

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training script with a model of its own that writes down how much memory it takes beside that model.
+
+Travels in the job's `custom` folder, and runs as a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+import threading
+import time
+
+import nvflare.client as flare
+import synthetic_model
+
+
+def anonymous() -> int:
+    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError("RssAnon")
+
+
+class Peak(threading.Thread):
+    """The most memory from its start on."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.before = self.most = anonymous()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.most = max(self.most, anonymous())
+            time.sleep(0.002)
+
+
+def main() -> None:
+    if "--install" in sys.argv:
+        import nvflare_lazy
+        from nvflare_lazy.transport import offload
+
+        nvflare_lazy.install()
+        offload.enable()
+    tensors, elements = json.loads(os.environ["SIZES"])
+    model = synthetic_model.SyntheticModel(tensors, elements)
+    peak = Peak()
+    flare.init()
+    site = int(flare.get_site_name().rsplit("-", 1)[-1])
+    while flare.is_running():
+        received = flare.receive()
+        if received is None:
+            break
+        model.load_state_dict(received.params)
+        del received
+        for parameter in model.parameters():
+            parameter.mul_(1 + site / 128).add_(site * 1e-3)
+        flare.send(flare.FLModel(params=model.state_dict(), meta={"NUM_STEPS_CURRENT_ROUND": site}))
+        with open(os.environ["WITNESS"], "a") as file:
+            file.write(json.dumps({"beside the model": peak.most - peak.before}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
