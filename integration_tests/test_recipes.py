@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes with one import changed, jobs that really learn: FedAvg, a robust rule, FedOpt, SCAFFOLD, evaluation across sites."""
+"""Recipes with one import changed, jobs that really learn: FedAvg, a robust rule, FedOpt, SCAFFOLD; and evaluation."""
 
 from __future__ import annotations
 
@@ -112,6 +112,14 @@ def test_cross_site_evaluation_with_nvflares_utility(run, net):
     """NVFlare's own way to add cross-site evaluation gets our locator; every model is evaluated at every site."""
     recipe = FedAvgRecipe(name="cse", model=net.Net(16), min_clients=2, **ARGUMENTS)
     add_cross_site_evaluation(recipe)
-    job = run(recipe).parent
-    assert "SRV_FL_global_model.safetensors" in (job / "cross_site_val" / "cross_val_results.json").read_text()
+    app = run(recipe)
+    job = app.parent
+    results = json.loads((job / "cross_site_val" / "cross_val_results.json").read_text())
+    models = {"SRV_FL_global_model.safetensors", "SRV_best_FL_global_model.safetensors", "site-1", "site-2"}
+    assert results.keys() == {"site-1", "site-2"}
+    for evaluations in results.values():
+        assert evaluations.keys() >= models
+        # The sites' test set is the one here.
+        found = evaluations["SRV_FL_global_model.safetensors"]["accuracy"]
+        assert found == pytest.approx(accuracy(net, app / "FL_global_model.safetensors"))
     assert "must be PTFileModelPersistor" not in (job.parent / "log.txt").read_text()
