@@ -9,9 +9,13 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from typing import TYPE_CHECKING
 
 from nvflare_lazy.errors import DiskFullError, QuotaExceededError
 from nvflare_lazy.tensors.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from nvflare_lazy.scratch.spare_files import SpareFiles
 
 # How much is written between two looks at the disk: other programs fill it, too.
 LOOK_EVERY = 16 << 20
@@ -41,6 +45,8 @@ class SpaceAccount:
         self._lock = threading.RLock()
         self._used = 0
         self._pending = 0  # the part of it that is not written yet
+        #: Files that are not counted as used, and are removed where they are in the way.
+        self.spares: SpareFiles | None = None
         self._peak = 0
         self._free = 0  # of the file system, when last looked at
         self._written = LOOK_EVERY  # since then
@@ -65,7 +71,7 @@ class SpaceAccount:
         """Bytes that could be held beyond those that are."""
         with self._lock:
             self._look()
-            room = self._free - self._pending - self.min_free
+            room = self._free - self._pending - self.min_free + (0 if self.spares is None else self.spares.nbytes)
             if self.quota is not None:
                 room = min(room, self.quota - self.used)
             return max(0, room)
@@ -79,6 +85,8 @@ class SpaceAccount:
                     f"{format_size(nbytes)} more would exceed the job's scratch quota of {format_size(self.quota)}, "
                     f"of which {format_size(self._used)} are used; raise the quota, or look for who sends so much"
                 )
+            if self.quota is not None and self.spares is not None:
+                self.spares.drop(self._used + nbytes + self.spares.nbytes - self.quota)
             self._check_room(nbytes)
             self._used += nbytes
             self._pending += nbytes
@@ -108,6 +116,9 @@ class SpaceAccount:
             return
         self._look()
         needed = self._pending + nbytes + self.min_free
+        if self._free < needed and self.spares is not None:
+            self.spares.drop(needed - self._free)
+            self._look()
         if self._free < needed:
             raise DiskFullError(
                 f"{self.place} has {format_size(self._free)} free: too little for {format_size(nbytes)} more, "

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from nvflare_lazy.scratch.account import Allotment
+    from nvflare_lazy.scratch.spare_files import SpareFiles
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class DownloadDirectory:
         label: What the download is called in messages.
         allotment: What it may hold.
         preallocates: Whether setting disk space aside is cheap there.
+        spares: Where files come from, and go to at the end, if they are used again.
         gone: Called with the name once the directory is.
     """
 
@@ -61,6 +63,7 @@ class DownloadDirectory:
         label: str | None,
         allotment: Allotment,
         preallocates: bool,
+        spares: SpareFiles | None,
         gone: Callable[[str], object],
     ) -> None:
         self.name = name
@@ -70,6 +73,7 @@ class DownloadDirectory:
         self.preallocates = preallocates
         self.released = False
         self._job_fd = job_fd
+        self._spares = spares
         self._gone = gone
         self._pid = os.getpid()
         # Reentrant, because a finalizer or a signal handler may come in the middle of anything.
@@ -121,11 +125,13 @@ class DownloadDirectory:
             raise ReleasedScratchError(f"the scratch of download {self.title} was released: it is not wanted any more")
 
     def create(self, file_name: str) -> OpenForWriting:
-        """Create a file for this user only, and open it."""
+        """Create a file for this user only, or take a spare one with whatever is in it, and open it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with self.writing():
             try:
-                fd = os.open(file_name, flags, 0o600, dir_fd=self._fd)
+                fd = None if self._spares is None else self._spares.take(file_name, self._fd)
+                if fd is None:
+                    fd = os.open(file_name, flags, 0o600, dir_fd=self._fd)
             except OSError as error:
                 raise named(error, "create a file in", self.path) from error
             file = OpenForWriting(keep_private(fd))
@@ -199,6 +205,8 @@ class DownloadDirectory:
             close_private(fd)
 
     def _remove(self) -> None:
+        if self._spares is not None:
+            self._spares.keep_files_of(self.name)
         try:
             remove_tree(self.name, dir_fd=self._job_fd)
         except OSError as error:

@@ -72,7 +72,10 @@ class DownloadScratch:
         self._directory.allotment.settle()
 
     def new_file(self, suffix: str = ".safetensors") -> ScratchFile:
-        """Create a file, named by this package, and open it for writing."""
+        """Create a file, named by this package, and open it for writing.
+
+        What is not written of it is undefined, not zero: it may be a file that was used before.
+        """
         if not _SUFFIX.fullmatch(suffix):
             raise ValueError(f"{suffix!r} is not a suffix such as '.safetensors'")
         return ScratchFile(self, self._directory, f"{next(self._numbers):05d}{suffix}")

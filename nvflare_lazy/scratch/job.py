@@ -172,7 +172,13 @@ class JobScratch:
             _release(self._directories)
 
     def _leased(self) -> JobDirectory:
-        return JobDirectory(self.root, self.job, self._account, preallocates=self.report.preallocates)
+        return JobDirectory(
+            self.root,
+            self.job,
+            self._account,
+            preallocates=self.report.preallocates,
+            reuses=not self.report.memory_backed,
+        )
 
     def __enter__(self) -> Self:
         return self

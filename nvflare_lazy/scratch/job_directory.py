@@ -20,6 +20,7 @@ from nvflare_lazy.scratch.directory import DownloadDirectory
 from nvflare_lazy.scratch.lease import Lease, try_lock
 from nvflare_lazy.scratch.refusals import named
 from nvflare_lazy.scratch.root import open_root
+from nvflare_lazy.scratch.spare_files import SpareFiles
 from nvflare_lazy.scratch.trees import make_private_directory, remove_tree
 
 if TYPE_CHECKING:
@@ -38,9 +39,10 @@ class JobDirectory:
         job: What the job is called.
         account: What its downloads may hold.
         preallocates: Whether setting disk space aside is cheap there.
+        reuses: Whether files of downloads that are over are kept to be written over.
     """
 
-    def __init__(self, root: Path, job: str, account: SpaceAccount, *, preallocates: bool) -> None:
+    def __init__(self, root: Path, job: str, account: SpaceAccount, *, preallocates: bool, reuses: bool) -> None:
         self.released = False
         self._account = account
         self._preallocates = preallocates
@@ -67,6 +69,8 @@ class JobDirectory:
             # A second proof of life, should somebody delete the lease file. It also tells systemd-tmpfiles, which
             # deletes what is old, to keep away.
             try_lock(self._fd)
+            self._spares = SpareFiles(self._fd) if reuses else None
+            account.spares = self._spares
         except BaseException as error:
             self._lease.give_back()
             close_private(self._root_fd)
@@ -87,6 +91,7 @@ class JobDirectory:
                 label=label,
                 allotment=Allotment(self._account),
                 preallocates=self._preallocates,
+                spares=self._spares,
                 gone=lambda gone: self._downloads.pop(gone, None),
             )
             self._downloads[name] = directory
@@ -112,6 +117,8 @@ class JobDirectory:
             self._removed.wait()
 
     def _remove(self) -> None:
+        if self._spares is not None:
+            self._spares.close()
         try:
             for directory in list(self._downloads.values()):
                 directory.release()

@@ -93,7 +93,7 @@ with JobScratch.open(sys.argv[1], job="job", min_free=0) as job:
     except DiskFullError as error:
         print(file.size, error)
     download.release()
-    print(job.used, list(job.path.iterdir()))
+    print(job.used, [path.name for path in job.path.iterdir()])
     file = job.download().new_file()
     file.write(bytes(1 << 20))
     print(file.finish().stat().st_size)
@@ -106,7 +106,7 @@ def test_limit_on_file_sizes(start_child, root):
     said = child.says()
     assert said.startswith(f"{MIB} cannot write to {root}")
     assert "ulimit -f" in said
-    assert child.says() == "0 []"
+    assert child.says() == "0 ['spare']"
     assert child.says() == str(MIB)
     assert child.ends() == 0
     assert names(root) == []

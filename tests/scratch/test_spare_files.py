@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of downloads that are over are written over by the next ones, unless anybody could still read them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from nvflare_lazy.errors import ReleasedSourceError
+from nvflare_lazy.scratch import JobScratch, spare_files
+from nvflare_lazy.tensors.byte_source import FileSource, OpenFile
+
+MIB = 1 << 20
+OLD, NEW = b"o" * (3 * MIB), b"n" * (2 * MIB)
+
+
+def received(download, data=OLD):
+    file = download.new_file()
+    file.preallocate(len(data))
+    file.write(data)
+    return file.finish()
+
+
+def spares(job):
+    place = job.path / "spare"
+    return sorted(path.stat().st_size for path in place.iterdir()) if place.exists() else []
+
+
+def test_the_next_download_has_the_same_file(job):
+    """A released file is used again, cut to what was written, and counts only as long as it is used."""
+    download = job.download()
+    path = received(download)
+    inode = path.stat().st_ino
+    download.release()
+    assert not path.exists()
+    assert job.used == 0
+    assert spares(job) == [len(OLD)]
+    again = job.download()
+    path = received(again, NEW)
+    assert path.stat().st_ino == inode
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.read_bytes() == NEW
+    assert job.used == len(NEW)
+    assert spares(job) == []
+
+
+def test_files_that_grow(job):
+    """A spare file that is too small is made longer; one without a size beforehand is cut at the end."""
+    download = job.download()
+    received(download, NEW)
+    download.release()
+    download = job.download()
+    assert received(download, OLD).read_bytes() == OLD
+    download.release()
+    download = job.download()
+    file = download.new_file()
+    file.write(b"short")
+    assert file.finish().read_bytes() == b"short"
+
+
+def test_small_files_are_not_kept(job):
+    """It is not worth it."""
+    download = job.download()
+    received(download, b"x" * (MIB // 2))
+    download.release()
+    assert spares(job) == []
+
+
+def test_a_file_that_is_being_read_is_not_used_again(job):
+    """Whoever has it open reads what was in it to the end, also after a release."""
+    download = job.download()
+    file = OpenFile(received(download), keep_alive=download)
+    source = FileSource(file, 0, len(OLD))
+    download.release()
+    assert spares(job) == []
+    received(job.download(), NEW)
+    assert source.read() == OLD
+
+
+def test_a_file_that_was_closed_is_used_again(job):
+    """Closing and releasing, as `LazyTensorDict.cleanup()` does, keeps it; the old source cannot read the new bytes."""
+    download = job.download()
+    file = OpenFile(received(download), keep_alive=download)
+    source = FileSource(file, 0, len(OLD))
+    file.close()
+    download.release()
+    assert spares(job) == [len(OLD)]
+    received(job.download(), NEW)
+    with pytest.raises(ReleasedSourceError):
+        source.read()
+
+
+def test_the_last_reference_keeps_it(job):
+    """A download whose last tensor goes is over, too."""
+    download = job.download()
+    file = OpenFile(received(download), keep_alive=download)
+    source = FileSource(file, 0, len(OLD))
+    del download, file, source
+    assert spares(job) == [len(OLD)]
+
+
+def test_a_file_open_in_another_process_is_not_used_again(job):
+    """The kernel says so, whoever it is."""
+    download = job.download()
+    path = received(download)
+    script = "import sys; f = open(sys.argv[1], 'rb'); print('open', flush=True); input(); print(f.read(3).decode())"
+    other = subprocess.Popen(
+        [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout.readline() == "open\n"
+    download.release()
+    assert spares(job) == []
+    received(job.download(), NEW)
+    assert other.communicate("\n", timeout=60)[0] == "ooo\n"
+
+
+def test_a_file_with_another_name_is_not_used_again(job, tmp_path):
+    """A checkpoint may be the very file that was received."""
+    download = job.download()
+    os.link(received(download), tmp_path / "checkpoint")
+    download.release()
+    assert spares(job) == []
+    received(job.download(), NEW)
+    assert (tmp_path / "checkpoint").read_bytes() == OLD
+
+
+def test_spares_make_room_for_the_quota(root):
+    """Used and spare files together stay within the quota; what must go is what was kept first."""
+    with JobScratch.open(root, job="job", min_free=0, quota=7 * MIB) as job:
+        downloads = [job.download() for _ in range(2)]
+        for download in downloads:
+            received(download)
+        for download in downloads:
+            download.release()
+        assert len(spares(job)) == 2
+        small = job.download(expect=4 * MIB)
+        assert len(spares(job)) == 1
+        other = job.download(expect=3 * MIB)
+        assert small.nbytes + other.nbytes == job.used == 7 * MIB
+        assert spares(job) == []
+
+
+def test_spares_make_room_on_the_disk(job, monkeypatch):
+    """Where the disk would be too full with them, spare files go before a download is refused."""
+    download = job.download()
+    received(download)
+    download.release()
+
+    def small_disk(path):
+        free = MIB if spares(job) else MIB + len(OLD)
+        return os.statvfs_result((4096, 4096, 0, 0, free // 4096, 0, 0, 0, 0, 255))
+
+    monkeypatch.setattr("nvflare_lazy.scratch.account.os.statvfs", small_disk)
+    assert job.free() == MIB + len(OLD)
+    job.download(expect=2 * MIB)
+    assert spares(job) == []
+
+
+def test_without_leases_nothing_is_kept(job, monkeypatch):
+    """A file system that cannot tell who has a file open is used as if there were no spare files."""
+
+    def refuse(fd, command, *rest):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(spare_files.fcntl, "fcntl", refuse)
+    download = job.download()
+    path = received(download)
+    download.release()
+    assert spares(job) == []
+    assert not path.parent.exists()
+
+
+def test_nothing_is_left_of_the_job(root):
+    """Spare files go with the job."""
+    with JobScratch.open(root, job="job", min_free=0) as job:
+        download = job.download()
+        received(download)
+        download.release()
+        received(job.download())
+    assert [path.name for path in root.iterdir() if path.name.startswith("job-")] == []
