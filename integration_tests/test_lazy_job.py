@@ -17,16 +17,21 @@ FAULTY = Path(__file__).parent / "faulty_trainer.py"
 
 
 @pytest.mark.parametrize(
-    ("mode", "exchange", "difference"),
+    ("mode", "exchange", "difference", "external"),
     [
-        ("lazy", "pytorch", False),
-        pytest.param("lazy-both", "pytorch", True, marks=pytest.mark.slow),
-        ("lazy", "numpy", True),
+        ("lazy", "pytorch", False, False),
+        pytest.param("lazy-both", "pytorch", True, False, marks=pytest.mark.slow),
+        pytest.param("lazy-both", "pytorch", False, True, marks=pytest.mark.slow),
+        ("lazy", "numpy", True, False),
+        pytest.param("lazy", "numpy", False, True, marks=pytest.mark.slow),
+        pytest.param("lazy-both", "numpy", True, True, marks=pytest.mark.slow),
     ],
 )
-def test_the_model_is_the_exact_mean_rounded_once(run_job: JobRunner, mode, exchange, difference):
+def test_the_model_is_the_exact_mean_rounded_once(run_job: JobRunner, mode, exchange, difference, external):
     """Within one unit in the last place of the exact weighted mean, in every form of exchange; nothing is left over."""
-    job = FLJob(mode=mode, exchange=exchange, difference=difference, model_mib=1, tensors=4, rounds=2)
+    job = FLJob(
+        mode=mode, exchange=exchange, difference=difference, external=external, model_mib=1, tensors=4, rounds=2
+    )
     result = run_job(job)
     saved = nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors")
     assert list(saved) == [f"layer{index:05d}" for index in range(job.tensors)]
