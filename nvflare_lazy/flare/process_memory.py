@@ -15,8 +15,8 @@ _SETTINGS = (
     # Threads that come share the arenas there are.
     ("MALLOC_ARENA_MAX", _M_ARENA_MAX, 2),
     # What is free at the end of an arena goes back at this size. Without, the C library raises it to 64 MiB by itself;
-    # with much less, the buffers of each segment go back and are faulted in again, which takes as long as sending it.
-    ("MALLOC_TRIM_THRESHOLD_", _M_TRIM_THRESHOLD, 16 << 20),
+    # with less than this the buffers of each segment go back and are faulted in again, which takes as long as sending.
+    ("MALLOC_TRIM_THRESHOLD_", _M_TRIM_THRESHOLD, 8 << 20),
     # Where it would arrive by itself: setting one of the two fixes the other at what it happens to be.
     ("MALLOC_MMAP_THRESHOLD_", _M_MMAP_THRESHOLD, 32 << 20),
 )
