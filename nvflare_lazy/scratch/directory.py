@@ -74,6 +74,7 @@ class DownloadDirectory:
         self.released = False
         self._job_fd = job_fd
         self._spares = spares
+        self._complete: set[str] = set()
         self._gone = gone
         self._pid = os.getpid()
         # Reentrant, because a finalizer or a signal handler may come in the middle of anything.
@@ -138,6 +139,10 @@ class DownloadDirectory:
             self._open.add(file)
             os.fchmod(fd, 0o600)  # whatever the umask was
         return file
+
+    def completed(self, file_name: str) -> None:
+        """Note that a file has been received whole: others are not kept as spare files."""
+        self._complete.add(file_name)
 
     def is_open(self, file: OpenForWriting) -> bool:
         """Whether a file has not been closed."""
@@ -206,7 +211,7 @@ class DownloadDirectory:
 
     def _remove(self) -> None:
         if self._spares is not None:
-            self._spares.keep_files_of(self.name)
+            self._spares.keep_files_of(self.name, tuple(self._complete))
         try:
             remove_tree(self.name, dir_fd=self._job_fd)
         except OSError as error:

@@ -188,6 +188,7 @@ class ScratchFile:
             self._directory.allotment.give_back(self._held - self._end, self._pending)
             self._held = self._end
             self._pending = 0
+        self._directory.completed(self.path.name)
 
     def _gone(self) -> ScratchGoneError:
         return ScratchGoneError(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from nvflare_lazy.scratch.trees import make_private_directory, open_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 _NAME = "spare"
 # A smaller file is as fast made anew.
@@ -52,12 +52,12 @@ class SpareFiles:
         """Bytes on the disk that could be free."""
         return sum(file.nbytes for file in tuple(self._files))
 
-    def keep_files_of(self, directory: str) -> None:
-        """Move those files of a directory here that nobody has open, or by another name."""
+    def keep_files_of(self, directory: str, names: Iterable[str]) -> None:
+        """Move those of the named files of a directory here that nobody has open, or by another name."""
         if self._closed:
             return
         with contextlib.suppress(OSError), self._opened(directory) as fd:
-            for name in os.listdir(fd):
+            for name in names:
                 self._keep(name, fd)
 
     def _keep(self, name: str, dir_fd: int) -> None:

@@ -106,7 +106,7 @@ def test_limit_on_file_sizes(start_child, root):
     said = child.says()
     assert said.startswith(f"{MIB} cannot write to {root}")
     assert "ulimit -f" in said
-    assert child.says() == "0 ['spare']"
+    assert child.says() == "0 []"
     assert child.says() == str(MIB)
     assert child.ends() == 0
     assert names(root) == []

@@ -165,7 +165,10 @@ def receive(
     outcome["seconds"] = time.monotonic() - started
     outcome["used"] = job.used
     outcome["left"] = scenes.files_under(str(job.path))
+    outcome["spares"] = len(list(job.path.glob("spare/*")))
+    place = job.path
     job.release()
+    outcome["job left"] = place.exists()
     outcome["budget"] = _budget_used()
     return outcome
 

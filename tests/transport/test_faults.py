@@ -30,6 +30,8 @@ def assert_failed(outcome, error, text=""):
     assert outcome["error"] == error, outcome
     assert text in outcome["text"]
     assert outcome["left"] == []
+    assert outcome["spares"] == 0
+    assert not outcome["job left"]
     assert outcome["used"] == 0
     assert outcome["budget"] == 0
 
@@ -47,6 +49,7 @@ def assert_works(net, sender="site_1"):
     assert outcome["error"] is None, outcome
     assert outcome["sum"] == (0 + 1 + 2 + 3) * (1 << 20)
     assert outcome["left"] == []
+    assert not outcome["job left"]
 
 
 @pytest.mark.parametrize(("at", "to_disk"), [(0.1, True), (0.5, True), (0.99, True), (0.5, False)])
