@@ -21,20 +21,31 @@ _SETTINGS = (
     ("MALLOC_MMAP_THRESHOLD_", _M_MMAP_THRESHOLD, 32 << 20),
 )
 
+# For a process that only passes messages on: each of their buffers goes back when it is freed. Faulting in the next one
+# costs less here than where a tensor goes through several of them.
+_SETTINGS_TO_FORWARD = (
+    ("MALLOC_ARENA_MAX", _M_ARENA_MAX, 2),
+    ("MALLOC_TRIM_THRESHOLD_", _M_TRIM_THRESHOLD, 1 << 20),
+    ("MALLOC_MMAP_THRESHOLD_", _M_MMAP_THRESHOLD, 256 << 10),
+)
 
-def keep_little_free_memory() -> None:
+
+def keep_little_free_memory(*, forwards_only: bool = False) -> None:
     """Tell the C library to give back what is freed.
 
     NVFlare moves tensors through hundreds of threads, in buffers of megabytes. What a thread frees stays in its arena
     for the next one that needs a buffer, which has another arena: so most of a gigabyte is free and not given back.
     What the environment says about it is left as it is.
+
+    Args:
+        forwards_only: Whether this process only passes messages on, and is to keep as good as nothing.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         # Another C library than glibc keeps no such arenas.
         return
-    for variable, setting, value in _SETTINGS:
+    for variable, setting, value in _SETTINGS_TO_FORWARD if forwards_only else _SETTINGS:
         if variable not in os.environ:
             mallopt(setting, value)
 

@@ -40,6 +40,8 @@ from nvflare_lazy.transport.registration import install, installed
 DEFAULT_MEMORY_BUDGET = "128MiB"
 _MODEL_KINDS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
 _TAG = "nvflare_lazy/"
+# As `ClientAPIExecutor` calls it; other executors train where they are.
+_IN_PROCESS = "in_process"
 
 
 class TensorOffload(FLComponent):
@@ -111,6 +113,8 @@ class TensorOffload(FLComponent):
 
     def _start(self, fl_ctx: FLContext) -> None:
         found = install()
+        if _trains_elsewhere(fl_ctx):
+            keep_little_free_memory(forwards_only=True)
         self._engine = fl_ctx.get_engine()
         job_id = str(fl_ctx.get_job_id("job"))
         try:
@@ -208,6 +212,14 @@ class TensorOffload(FLComponent):
                     tag=_TAG + name, value=value, data_type=AnalyticsDataType.SCALAR, global_step=record.round
                 )
                 send_analytic_dxo(self, dxo, fl_ctx)
+
+
+def _trains_elsewhere(fl_ctx: FLContext) -> bool:
+    """Whether this is a client's job process whose trainers are processes of their own."""
+    router = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "task_router", None)
+    executors = getattr(router, "task_table", {}).values()
+    modes = {getattr(executor, "execution_mode", _IN_PROCESS) for executor in executors}
+    return bool(modes) and _IN_PROCESS not in modes
 
 
 def _peer(fl_ctx: FLContext) -> str | None:

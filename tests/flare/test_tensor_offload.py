@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import ReservedKey
+from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_constant import FLContextKey, ReservedKey
+from nvflare.app_common.executors.client_api_executor import ClientAPIExecutor
+from nvflare.private.fed.client.client_runner import TaskRouter
 
-from nvflare_lazy.flare import TensorOffload, job_context
+from nvflare_lazy.flare import TensorOffload, job_context, tensor_offload
 from nvflare_lazy.scratch import current_job_scratch
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.budget import BUDGET
@@ -53,3 +58,32 @@ def test_what_is_wrong_in_a_configuration_is_said_at_once(arguments):
     """By the constructor, with the text that is no size."""
     with pytest.raises(ValueError, match=next(iter(arguments.values()))):
         TensorOffload(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("modes", "forwards"),
+    [
+        (["external_process"], True),
+        (["external_process", "attach"], True),
+        (["external_process", None], False),
+        ([], False),
+    ],
+)
+def test_a_client_that_only_forwards_keeps_no_memory(fl_ctx, tmp_path, monkeypatch, modes, forwards):
+    """The C library is told so when all trainers are processes of their own, and only then."""
+    router = TaskRouter()
+    for number, mode in enumerate(modes):
+        command = {"command": "python train.py"} if mode == "external_process" else {}
+        executor = FLComponent() if mode is None else ClientAPIExecutor(mode, attach_id=_attach(mode), **command)
+        router.add_executor([f"task{number}"], executor)
+    fl_ctx.set_prop(FLContextKey.RUNNER, SimpleNamespace(task_router=router))
+    component = TensorOffload(str(tmp_path / "root"))
+    told = []
+    monkeypatch.setattr(tensor_offload, "keep_little_free_memory", lambda **how: told.append(how))
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    component.handle_event(EventType.END_RUN, fl_ctx)
+    assert told == [{"forwards_only": True}] * forwards
+
+
+def _attach(mode):
+    return "0123456789abcdef0123456789abcdef" if mode == "attach" else None
