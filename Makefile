@@ -71,7 +71,7 @@ demo: setup ## See what it does
 	$(BIN)/python -m benchmarks.demo $(ARGS)
 
 .PHONY: bench
-bench: setup ## Measure it
+bench: setup ## Measure a federated job beside stock NVFlare; ARGS=list names the other benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
 
 .PHONY: clean

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a benchmark by its name, or lists them: `make bench ARGS="read_safetensors --gib 1"`."""
+"""Runs the main benchmark, or one by its name: `make bench`, `make bench ARGS="read_safetensors --gib 1"`.
+
+`make bench ARGS=list` says which there are.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import ast
 import runpy
 import sys
 from pathlib import Path
+
+
+_MAIN = "federated"
 
 
 def runnable() -> dict[str, str]:
@@ -22,14 +28,14 @@ def runnable() -> dict[str, str]:
 def main() -> int:
     """Run what the command line names."""
     names = runnable()
-    if len(sys.argv) > 1 and sys.argv[1] in names:
-        sys.argv = sys.argv[1:]
+    sys.argv = sys.argv[1:] or [_MAIN]
+    if sys.argv[0] in names:
         runpy.run_module(f"benchmarks.{sys.argv[0]}", run_name="__main__", alter_sys=True)
         return 0
     print('Name one, with its options: make bench ARGS="NAME --help"\n')
     for name, about in names.items():
         print(f"  {name:18} {about}")
-    return 0 if len(sys.argv) == 1 else 2
+    return 0 if sys.argv == ["list"] else 2
 
 
 if __name__ == "__main__":
