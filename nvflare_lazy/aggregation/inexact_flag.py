@@ -53,7 +53,8 @@ def _flag() -> InexactFlag | None:
     if mask is None:
         return None
     try:
-        libm = ctypes.CDLL(ctypes.util.find_library("m") or "libm.so.6")
+        # Without letting go of the interpreter: getting it back from another thread takes much longer than the call.
+        libm = ctypes.PyDLL(ctypes.util.find_library("m") or "libm.so.6")
         flag = InexactFlag(mask, libm.feclearexcept, libm.fetestexcept)
     except (OSError, AttributeError):
         return None

@@ -121,8 +121,11 @@ def _halfway(lower_half: torch.Tensor) -> torch.Tensor:
     table = lower_half[:whole].view(-1, _ROW)
     rows = (table.amin(1) == _HALFWAY).nonzero().view(-1)
     found = (table[rows] == _HALFWAY).nonzero()
+    places = rows[found[:, 0]] * _ROW + found[:, 1]
+    if whole == lower_half.numel():
+        return places
     rest = (lower_half[whole:] == _HALFWAY).nonzero().view(-1) + whole
-    return torch.cat((rows[found[:, 0]] * _ROW + found[:, 1], rest))
+    return torch.cat((places, rest))
 
 
 def _round_to_integer(out: torch.Tensor, values: torch.Tensor) -> None:
