@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
+from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.message import Message
 
 from nvflare_lazy.errors import BadItemError, PeerLostError, SegmentsBlockedError, TransferAbortedError
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
 # Bytes one download may have under way, those that are being written included, as long as the budget of the process
 # has room for them.
 WINDOW_BYTES = 8 << 20
+# The same, and of one segment, if the way leads through a client's job process: that holds copies of what is under way
+# in both directions, and is to stay small.
+_WINDOW_THROUGH_JOB_BYTES = 4 << 20
+_SEGMENT_THROUGH_JOB_BYTES = 1 << 20
+# A server's or a client's job is "server.JOB" or "site.JOB"; a trainer is below its job.
+_PARTS_OF_A_JOB = 2
 # How often each of them is in memory here: in the frame that NVFlare read, and in the message that it cut out of it.
 _COPIES = 2
 # How often a download that waits looks at its abort signal.
@@ -66,6 +73,12 @@ class Link:
     optional: bool = False
     abort: Any = None
     budget: InflightBudget = field(default=BUDGET, repr=False)
+
+    @property
+    def leads_through_job(self) -> bool:
+        """Whether one of the ends is a trainer's process, which only its client's job can be reached through."""
+        ends = (self.from_fqcn, self.cell.core_cell.my_info.fqcn)
+        return any(len(FQCN.split(end)) > _PARTS_OF_A_JOB for end in ends)
 
 
 class _Inbox:
@@ -135,6 +148,9 @@ class Fetch:
         self._write = write
         self._progress = progress
         self._first_news = first_news
+        through = link.leads_through_job
+        self._window = _WINDOW_THROUGH_JOB_BYTES if through else WINDOW_BYTES
+        self._segment = _SEGMENT_THROUGH_JOB_BYTES if through else wire.SEGMENT_BYTES
         self._changed = threading.Condition()
         self._next = 0
         self._done = 0
@@ -197,9 +213,9 @@ class Fetch:
                 offset = self._lost[0] if self._lost else self._next
                 if offset >= self._nbytes or self._failure is not None:
                     return
-                count = min(wire.SEGMENT_BYTES, self._nbytes - offset)
+                count = min(self._segment, self._nbytes - offset)
                 here = sum(self._under_way.values()) + self._writing
-                if here and here + count > WINDOW_BYTES:
+                if here and here + count > self._window:
                     return
                 holding = self._held
             if not self.link.budget.take(_COPIES * count, holding=holding, timeout=_POLL_SECONDS):
