@@ -115,18 +115,14 @@ def measure(mode: str, clients: int, mib: float, plan: Plan, env: str = "sim") -
     )
 
 
-def run_all(plan: Plan, *, poc: bool) -> list[Record]:
+def run_all(plan: Plan, *, poc: bool) -> Iterator[Record]:
     """Run every case of the plan, and an idle job of a few KiB for each mode."""
-    records = [measure(mode, 2, 1 / 256, plan) for mode in plan.modes]
+    for mode in plan.modes:
+        yield measure(mode, 2, 1 / 256, plan)
     for mode, clients, mib in plan.cases():
-        record = measure(mode, clients, mib, plan)
-        records.append(record)
-        show(record)
+        yield measure(mode, clients, mib, plan)
     for mode in plan.modes if poc else ():
-        record = measure(mode, 2, plan.poc_mib, plan, env="poc")
-        records.append(record)
-        show(record)
-    return records
+        yield measure(mode, 2, plan.poc_mib, plan, env="poc")
 
 
 def show(record: Record) -> None:
@@ -225,15 +221,18 @@ def main() -> None:
     options = parser.parse_args()
     file = options.out / "runs.json.gz"
     if not options.render:
-        records = run_all(PLANS[options.size], poc=options.poc)
         about = {
             "title": "One federated job, stock NVFlare and nvflare-lazy",
             "command": " ".join(["python -m benchmarks.federated", *sys.argv[1:]]),
             "machine": describe_machine(),
         }
         options.out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"about": about, "runs": [vars(record) for record in records]})
-        file.write_bytes(gzip.compress(text.encode(), mtime=0))
+        records = []
+        for record in run_all(PLANS[options.size], poc=options.poc):
+            show(record)
+            records.append(vars(record))
+            # Each time anew, so that a run that was broken off can be rendered.
+            file.write_bytes(gzip.compress(json.dumps({"about": about, "runs": records}).encode(), mtime=0))
     content = json.loads(gzip.decompress(file.read_bytes()))
     render([Record(**record) for record in content["runs"]], content["about"], options.out)
     print(f"table and pictures are in {options.out.resolve()}")

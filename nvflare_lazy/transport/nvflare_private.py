@@ -7,6 +7,7 @@ its name on it and not a transfer with a riddle.
 
 from __future__ import annotations
 
+import functools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +120,7 @@ def free_what_was_sent() -> None:
         return
     stop = TxTask.stop
 
+    @functools.wraps(stop)
     def stop_and_free(self: Any, *args: Any, **kwargs: Any) -> None:
         stop(self, *args, **kwargs)
         if self.stopped and self.stream_future is not None:
