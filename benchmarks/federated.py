@@ -6,7 +6,8 @@
     python -m benchmarks.federated --size full --poc       and a local deployment with external trainers
 
 Modes alternate, so that what else the machine does meets all of them alike. Writes `runs.json.gz` (with every sample),
-a table in Markdown and pictures into `--out`. `--render` makes table and pictures anew from `runs.json.gz`.
+a table in Markdown and pictures into `--out`. `--render` makes table and pictures anew from `runs.json.gz`, and
+`--resume` goes on with a run that was broken off. A job that fails, as stock NVFlare does where memory ends, is noted.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from typing import Any
 from benchmarks import charts
 from benchmarks.fl_job import MIB, FLJob, run
 from benchmarks.machine import describe_machine
+
+_SIDE_MODES = ("stock", "lazy", "lazy-both")
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Plan:
         shapes += [(clients, self.model_mib) for clients in self.clients if clients != most]
         shapes += [(2, mib) for mib in self.models_mib if (2, mib) not in shapes]
         for clients, mib in shapes:
-            for mode in self.modes:
+            for mode in self.modes if (clients, mib) == shapes[0] else _SIDE_MODES:
                 yield mode, clients, mib
 
 
@@ -77,6 +80,7 @@ class Record:
     disk_written: int
     round_seconds: list[float]
     server_timeline: list[tuple[float, int]] = field(default_factory=list)
+    failed: bool = False
 
 
 def measure(mode: str, clients: int, mib: float, plan: Plan, env: str = "sim") -> Record:
@@ -93,7 +97,7 @@ def measure(mode: str, clients: int, mib: float, plan: Plan, env: str = "sim") -
         )
         result = run(job, directory, env=env)
         if not result.ok:
-            raise SystemExit(f"{mode} with {clients} clients and {mib} MiB failed:\n{result.output[-4000:]}")
+            print(f"{mode} with {clients} clients and {mib} MiB failed:\n{result.output[-2000:]}", file=sys.stderr)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     written: dict[int, int] = {}
@@ -112,17 +116,17 @@ def measure(mode: str, clients: int, mib: float, plan: Plan, env: str = "sim") -
         disk_written=sum(written.values()),
         round_seconds=result.round_seconds,
         server_timeline=[(s.seconds, s.anon) for s in result.samples if s.role == "server"],
+        failed=not result.ok,
     )
 
 
-def run_all(plan: Plan, *, poc: bool) -> Iterator[Record]:
-    """Run every case of the plan, and an idle job of a few KiB for each mode."""
-    for mode in plan.modes:
-        yield measure(mode, 2, 1 / 256, plan)
-    for mode, clients, mib in plan.cases():
-        yield measure(mode, clients, mib, plan)
-    for mode in plan.modes if poc else ():
-        yield measure(mode, 2, plan.poc_mib, plan, env="poc")
+def run_all(plan: Plan, *, poc: bool, done: int) -> Iterator[Record]:
+    """Run every case of the plan but the first ones, and an idle job of a few KiB for each mode."""
+    cases: list[tuple[str, int, float, str]] = [(mode, 2, 1 / 256, "sim") for mode in plan.modes]
+    cases += [(*case, "sim") for case in plan.cases()]
+    cases += [(mode, 2, plan.poc_mib, "poc") for mode in (_SIDE_MODES if poc else ())]
+    for mode, clients, mib, env in cases[done:]:
+        yield measure(mode, clients, mib, plan, env)
 
 
 def show(record: Record) -> None:
@@ -138,7 +142,9 @@ def render(records: list[Record], about: dict[str, Any], out: Path) -> None:
     """Write the table and the pictures."""
     groups: dict[tuple[str, int, int, str], list[Record]] = defaultdict(list)
     for record in records:
-        groups[record.env, record.model_mib, record.clients, record.mode].append(record)
+        if not record.failed:
+            groups[record.env, record.model_mib, record.clients, record.mode].append(record)
+    failed = [r for r in records if r.failed]
     lines = [
         f"# {about['title']}",
         "",
@@ -152,6 +158,11 @@ def render(records: list[Record], about: dict[str, Any], out: Path) -> None:
         "machine's grew by: it is given back when anybody needs it. Written is what all processes together had written",
         "to the disk.",
         "",
+        *(
+            f"A run of {charts.NAMES[r.mode]} with {r.clients} clients and {r.model_mib} MiB failed, the server at "
+            f"{r.server_peak / MIB:.0f} MiB, and does not count.\n"
+            for r in failed
+        ),
         "| where | model | clients | mode | server peak | a round | a later round | client peak | scratch | page cache "
         "| written |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -217,18 +228,21 @@ def main() -> None:
     parser.add_argument("--size", choices=PLANS, default="quick")
     parser.add_argument("--poc", action="store_true", help="also a local deployment with external trainers")
     parser.add_argument("--out", type=Path, default=Path("build/bench/federated"))
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--render", action="store_true", help="only make table and pictures from runs.json.gz again")
     options = parser.parse_args()
     file = options.out / "runs.json.gz"
     if not options.render:
         about = {
             "title": "One federated job, stock NVFlare and nvflare-lazy",
-            "command": " ".join(["python -m benchmarks.federated", *sys.argv[1:]]),
+            "command": " ".join(
+                ["python -m benchmarks.federated", *(word for word in sys.argv[1:] if word != "--resume")]
+            ),
             "machine": describe_machine(),
         }
         options.out.mkdir(parents=True, exist_ok=True)
-        records = []
-        for record in run_all(PLANS[options.size], poc=options.poc):
+        records = json.loads(gzip.decompress(file.read_bytes()))["runs"] if options.resume else []
+        for record in run_all(PLANS[options.size], poc=options.poc, done=len(records)):
             show(record)
             records.append(vars(record))
             # Each time anew, so that a run that was broken off can be rendered.
