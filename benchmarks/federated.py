@@ -5,7 +5,7 @@
     python -m benchmarks.federated --size full             about twenty, with the 1 GiB model
     python -m benchmarks.federated --size full --poc       and a local deployment with external trainers
 
-Modes alternate, so that what else the machine does meets all of them alike. Writes `runs.json.gz` (with every sample),
+Modes alternate, so that what else the machine does meets all of them alike. Writes `runs.json.gz` (with samples),
 a table in Markdown and pictures into `--out`. `--render` makes table and pictures anew from `runs.json.gz`, and
 `--resume` goes on with a run that was broken off. A job that fails, as stock NVFlare does where memory ends, is noted.
 """
@@ -27,8 +27,11 @@ from typing import Any
 
 from benchmarks import charts
 from benchmarks.fl_job import MIB, FLJob, run
+from benchmarks.fl_job.sampling import Sample
 from benchmarks.machine import describe_machine
 
+# One sample of so many is written: four a second. Peaks are of all.
+_THINNED = 5
 _SIDE_MODES = ("stock", "lazy", "lazy-both")
 
 
@@ -81,6 +84,10 @@ class Record:
     round_seconds: list[float]
     server_timeline: list[tuple[float, int]] = field(default_factory=list)
     failed: bool = False
+    #: Of each process by role and number: seconds, RssAnon, RssFile, bytes read from and written to the disk so far.
+    processes: dict[str, list[tuple[float, int, int, int, int]]] = field(default_factory=dict)
+    #: Seconds, bytes of scratch, of the page cache, and of it what is not on the disk yet.
+    machine: list[tuple[float, int, int, int]] = field(default_factory=list)
 
 
 def measure(mode: str, clients: int, mib: float, plan: Plan, env: str = "sim") -> Record:
@@ -117,7 +124,16 @@ def measure(mode: str, clients: int, mib: float, plan: Plan, env: str = "sim") -
         round_seconds=result.round_seconds,
         server_timeline=[(s.seconds, s.anon) for s in result.samples if s.role == "server"],
         failed=not result.ok,
+        processes=_by_process(result.samples),
+        machine=[(s.seconds, s.scratch, s.page_cache, s.dirty) for s in result.machine_samples[::_THINNED]],
     )
+
+
+def _by_process(samples: list[Sample]) -> dict[str, list[tuple[float, int, int, int, int]]]:
+    found: dict[str, list[tuple[float, int, int, int, int]]] = defaultdict(list)
+    for s in samples:
+        found[f"{s.role} {s.pid}"].append((s.seconds, s.anon, s.file, s.disk_read, s.disk_written))
+    return {name: rows[::_THINNED] for name, rows in found.items()}
 
 
 def run_all(plan: Plan, *, poc: bool, done: int) -> Iterator[Record]:
@@ -156,22 +172,23 @@ def render(records: list[Record], about: dict[str, Any], out: Path) -> None:
         "rounds, a later round that without the first one, in which every process meets its memory for the first time;",
         "both the median of all repetitions, with their range, and beside stock NVFlare. Page cache is what the whole",
         "machine's grew by: it is given back when anybody needs it. Written is what all processes together had written",
-        "to the disk.",
+        "to the disk. A range is as wide as the repetitions say: one of a single run says nothing about noise.",
         "",
+        *(["The run was broken off, and resumed from there.", ""] if about.get("resumed") else []),
         *(
             f"A run of {charts.NAMES[r.mode]} with {r.clients} clients and {r.model_mib} MiB failed, the server at "
             f"{r.server_peak / MIB:.0f} MiB, and does not count.\n"
             for r in failed
         ),
-        "| where | model | clients | mode | server peak | a round | a later round | client peak | scratch | page cache "
-        "| written |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| where | model | clients | mode | runs | server peak | a round | a later round | client peak | scratch "
+        "| page cache | written |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (env, mib, clients, mode), runs in sorted(groups.items(), key=lambda item: item[0][:3]):
         stock = groups.get((env, mib, clients, "stock"), runs)
         model = f"{mib} MiB" if mib else "4 KiB"
         lines.append(
-            f"| {env} | {model} | {clients} | {charts.NAMES[mode]} "
+            f"| {env} | {model} | {clients} | {charts.NAMES[mode]} | {len(runs)} "
             f"| {median(r.server_peak for r in runs) / MIB:.0f} MiB "
             f"| {_beside(runs, stock, 0)} | {_beside(runs, stock, 1)} "
             f"| {median(r.client_peak for r in runs) / MIB:.0f} MiB "
@@ -239,6 +256,7 @@ def main() -> None:
                 ["python -m benchmarks.federated", *(word for word in sys.argv[1:] if word != "--resume")]
             ),
             "machine": describe_machine(),
+            "resumed": options.resume,
         }
         options.out.mkdir(parents=True, exist_ok=True)
         records = json.loads(gzip.decompress(file.read_bytes()))["runs"] if options.resume else []
