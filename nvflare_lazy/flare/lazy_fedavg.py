@@ -59,6 +59,9 @@ class LazyFedAvg(FedAvg):
             aggregator = self._own_aggregator = LazyAggregator(
                 exclude_vars=exclude_vars, aggregation_weights=aggregation_weights
             )
+        elif exclude_vars or aggregation_weights:
+            lost = "exclude_vars" if exclude_vars else "aggregation_weights"
+            raise ValueError(f"{lost} of a controller with an aggregator does nothing: give it to the aggregator")
         super().__init__(
             *args,
             aggregator=aggregator,

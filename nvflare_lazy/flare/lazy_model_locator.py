@@ -17,23 +17,23 @@ class LazyModelLocator(ModelLocator):
     """Offers what the persistor has: the initial checkpoint, the last global model and the best one.
 
     Args:
-        persistor_id: The persistor's component id.
+        pt_persistor_id: The persistor's component id, as for NVFlare's `PTFileModelLocator`.
 
     Example:
-        >>> {"id": "locator", "path": "nvflare_lazy.flare.LazyModelLocator", "args": {"persistor_id": "persistor"}}
+        >>> {"id": "locator", "path": "nvflare_lazy.flare.LazyModelLocator", "args": {"pt_persistor_id": "persistor"}}
     """
 
-    def __init__(self, persistor_id: str = "persistor") -> None:
+    def __init__(self, pt_persistor_id: str = "persistor") -> None:
         super().__init__()
-        self.persistor_id = persistor_id
+        self.pt_persistor_id = pt_persistor_id
         self._persistor: LazyModelPersistor | None = None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         if event_type == EventType.START_RUN:
-            found = fl_ctx.get_engine().get_component(self.persistor_id)
+            found = fl_ctx.get_engine().get_component(self.pt_persistor_id)
             if not isinstance(found, LazyModelPersistor):
                 self.system_panic(
-                    f"component {self.persistor_id!r} is a {type(found).__name__}; LazyModelLocator needs a "
+                    f"component {self.pt_persistor_id!r} is a {type(found).__name__}; LazyModelLocator needs a "
                     "LazyModelPersistor",
                     fl_ctx,
                 )
