@@ -41,10 +41,8 @@ class Peak(threading.Thread):
 def main() -> None:
     if "--install" in sys.argv:
         import nvflare_lazy
-        from nvflare_lazy.transport import offload
 
         nvflare_lazy.install()
-        offload.enable()
     tensors, elements = json.loads(os.environ["SIZES"])
     model = synthetic_model.SyntheticModel(tensors, elements)
     peak = Peak()

@@ -15,7 +15,7 @@ MODEL_MIB = 256
 
 
 def test_a_trainer_needs_no_second_model(run_job: JobRunner, tmp_path: Path):
-    """With two lines at the top of the script, 256 MiB come and go beside the model in less than half of that."""
+    """With one line at the top of the script, 256 MiB come and go beside the model in less than half of that."""
     seen = tmp_path / "witness.jsonl"
     job = FLJob(
         mode="lazy-both",

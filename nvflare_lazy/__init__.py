@@ -4,7 +4,7 @@
     open(path)              any checkpoint as a LazyTensorDict, without reading tensor data
     save(tensors, path)     lazy or ordinary tensors to safetensors, streamed and atomic
     aggregate(contributions, out=...)   combine models tile by tile, within a memory budget
-    install()               make NVFlare of this process send and receive lazily
+    install()               make NVFlare of this process send lazily, and receive on disk
     LazyTensor, LazyTensorDict          what these hand out
 
 Names are imported when they are first used: so opening a file never imports NVFlare.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.formats.stream_saver import save as save
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor as LazyTensor
     from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict as LazyTensorDict
-    from nvflare_lazy.transport.registration import install as install
+    from nvflare_lazy.transport.install import install as install
 
 __version__ = "0.1.0"
 
@@ -29,7 +29,7 @@ _HOMES = {
     "LazyTensor": "nvflare_lazy.tensors.lazy_tensor",
     "LazyTensorDict": "nvflare_lazy.tensors.lazy_tensor_dict",
     "aggregate": "nvflare_lazy.aggregation.aggregate",
-    "install": "nvflare_lazy.transport.registration",
+    "install": "nvflare_lazy.transport.install",
     "open": "nvflare_lazy.formats.opening",
     "save": "nvflare_lazy.formats.stream_saver",
 }

@@ -12,7 +12,6 @@ from lora import adapt, adapters
 from model import Decoder
 
 import nvflare_lazy
-from nvflare_lazy.transport import offload
 
 
 def main() -> None:
@@ -30,7 +29,6 @@ def main() -> None:
     if not options.stock:
         # Before `init`: tensors come and go in pieces, and those that come are on disk.
         nvflare_lazy.install()
-        offload.enable()
     flare.init()
     site = int(flare.get_site_name().rsplit("-", 1)[-1])
 

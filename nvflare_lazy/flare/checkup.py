@@ -66,9 +66,9 @@ def versions() -> Iterator[Finding]:
 
 def handlers() -> Iterator[Finding]:
     """Say whether this package's handlers can take their places in NVFlare."""
-    from nvflare_lazy.transport.registration import install
+    from nvflare_lazy.transport.registration import register
 
-    found = install()
+    found = register()
     for handler in found.handlers:
         yield Finding(OK if handler.ours else PROBLEM, f"handler of {handler}")
 

@@ -35,7 +35,7 @@ from nvflare_lazy.flare.server_step import ServerStep
 from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET
 from nvflare_lazy.flare.weights import as_weights, holds_arrays
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
-from nvflare_lazy.transport.registration import install
+from nvflare_lazy.transport.registration import register
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class LazyAggregator(ModelAggregator):
         self._aggregation("FULL")
         self._step = ServerStep(server_optimizer)
         self._round = RoundResults(aggregation_weights or {})
-        install()
+        register()
 
     # ---- NVFlare's side ------------------------------------------------------------------------------------------
 

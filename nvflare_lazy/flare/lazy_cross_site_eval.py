@@ -16,7 +16,7 @@ from nvflare.app_common.workflows.cross_site_model_eval import CrossSiteModelEva
 
 from nvflare_lazy.flare.weights import as_weights, entries_of, holds_arrays, is_weight
 from nvflare_lazy.formats import open_safetensors, save
-from nvflare_lazy.transport.registration import install
+from nvflare_lazy.transport.registration import register
 
 _SUFFIX = ".safetensors"
 
@@ -32,7 +32,7 @@ class LazyCrossSiteEval(CrossSiteModelEval):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._kinds: dict[str, tuple[str, dict[str, Any], bool]] = {}
-        install()
+        register()
 
     def _save_dxo_content(self, name: str, save_dir: str, dxo: DXO, fl_ctx: FLContext) -> str:
         if dxo.data_kind not in (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF) or not all(map(is_weight, dxo.data.values())):

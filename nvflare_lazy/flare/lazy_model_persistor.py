@@ -33,7 +33,7 @@ from nvflare_lazy.flare.fit import misfit
 from nvflare_lazy.flare.pytorch_file import write_pytorch_file
 from nvflare_lazy.flare.weights import as_weights, entries_of
 from nvflare_lazy.formats import open_safetensors
-from nvflare_lazy.transport.registration import install
+from nvflare_lazy.transport.registration import register
 
 if TYPE_CHECKING:
     from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
@@ -115,7 +115,7 @@ class LazyModelPersistor(ModelPersistor):
         # The model by its recipes: what an update must fit, and what it does not bring stays as it was.
         self._current: dict[str, Any] = {}
         self._meta: Mapping[str, Any] = {}
-        install()
+        register()
 
     # ---- for other components of ours ----------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.sizes import format_size, parse_size
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.failed import failure_of
-from nvflare_lazy.transport.registration import install, installed
+from nvflare_lazy.transport.registration import register, registered
 
 DEFAULT_MEMORY_BUDGET = "128MiB"
 _MODEL_KINDS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
@@ -87,7 +87,7 @@ class TensorOffload(FLComponent):
         self._scratch: JobScratch | None = None
         self._log: RoundLog | None = None
         keep_little_free_memory()
-        install()
+        register()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         if event_type == EventType.START_RUN:
@@ -112,7 +112,7 @@ class TensorOffload(FLComponent):
     # ---- the run -------------------------------------------------------------------------------------------------
 
     def _start(self, fl_ctx: FLContext) -> None:
-        found = install()
+        found = register()
         if _trains_elsewhere(fl_ctx):
             keep_little_free_memory(forwards_only=True)
         self._engine = fl_ctx.get_engine()
@@ -195,9 +195,9 @@ class TensorOffload(FLComponent):
         used, peak = (scratch.used, scratch.peak) if scratch is not None else (0, 0)
         if self._log.end_round(scratch_bytes=used, scratch_peak_bytes=peak) is not None:
             give_back_free_memory()
-            if not installed().complete:
-                self.logger.warning("other handlers took the place of ours: %s; taking it back", installed())
-                install()
+            if not registered().complete:
+                self.logger.warning("other handlers took the place of ours: %s; taking it back", registered())
+                register()
 
     def _say(self, line: str) -> None:
         self.logger.info("%s", line)

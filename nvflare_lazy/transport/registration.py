@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`install()`: makes this package's handlers the process's handlers for tensors, arrays and references to them.
+"""`register()`: makes this package's handlers the process's handlers for tensors, arrays and references to them.
 
 NVFlare keeps the first decomposer that is registered for a type, and which comes first depends on who imports what.
 So this does not rely on coming first: it takes the place of whatever is there.
@@ -48,7 +48,7 @@ class Handler:
 
 
 @dataclass(frozen=True)
-class Installation:
+class Registration:
     """Who handles tensors, arrays and references in this process."""
 
     handlers: tuple[Handler, ...]
@@ -70,31 +70,31 @@ class Installation:
 _KINDS: tuple[type[Decomposer], ...] = (LazyTensorDecomposer, LazyArrayDecomposer, LazyDownloadRefDecomposer)
 
 
-def install() -> Installation:
+def register() -> Registration:
     """Make NVFlare of this process send and receive tensors and arrays through this package.
 
-    Whoever registered first; a second call changes nothing. Call it before messages are sent: `flare.init()` in a
-    trainer, the constructor of a component in a job.
+    Whoever registered first; a second call changes nothing. Where what comes goes to is up to `offload`. Call it before
+    messages are sent: components do it in their constructors, and `nvflare_lazy.install()` for everything else.
 
     Returns:
         Who handles what now, and whose place was taken.
 
     Example:
-        >>> print(nvflare_lazy.install())
+        >>> print(register())
         torch.Tensor by nvflare_lazy.transport.decomposers.LazyTensorDecomposer; ...
     """
     nvflare_private.free_what_was_sent()
     handlers = tuple(_put(kind) for kind in _KINDS)
-    installation = Installation(handlers)
+    registration = Registration(handlers)
     if any(handler.replaced for handler in handlers) or not _said:
-        logger.info("tensors are handled lazily: %s", installation)
+        logger.info("tensors are handled lazily: %s", registration)
         _said.append(True)
-    return installation
+    return registration
 
 
-def installed() -> Installation:
+def registered() -> Registration:
     """Say who handles tensors, arrays and references in this process, without changing it."""
-    return Installation(tuple(_look(kind()) for kind in _KINDS))
+    return Registration(tuple(_look(kind()) for kind in _KINDS))
 
 
 _said: list[bool] = []

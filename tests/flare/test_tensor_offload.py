@@ -12,11 +12,12 @@ from nvflare.apis.fl_constant import FLContextKey, ReservedKey
 from nvflare.app_common.executors.client_api_executor import ClientAPIExecutor
 from nvflare.private.fed.client.client_runner import TaskRouter
 
+import nvflare_lazy
 from nvflare_lazy.flare import TensorOffload, job_context, tensor_offload
 from nvflare_lazy.scratch import current_job_scratch
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.budget import BUDGET
-from nvflare_lazy.transport.registration import installed
+from nvflare_lazy.transport.registration import registered
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +39,22 @@ def test_a_run_has_scratch_of_its_own_from_beginning_to_end(fl_ctx, tmp_path):
     assert BUDGET.limit == 16 << 20
     assert offload.destination(None) is scratch
     assert job_context.offload_of(fl_ctx) is component
-    assert installed().complete
+    assert registered().complete
     component.handle_event(EventType.END_RUN, fl_ctx)
     assert not scratch.path.exists()
     assert offload.destination(None) is None
+
+
+def test_a_script_in_the_same_process_changes_nothing(fl_ctx, tmp_path):
+    """`install()` in a training script leaves the scratch, and what may be under way, as the component has them."""
+    component = TensorOffload(str(tmp_path / "root"), memory_budget="64MiB")
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    scratch = current_job_scratch()
+    assert nvflare_lazy.install().complete
+    assert offload.destination(None) is scratch
+    assert BUDGET.limit == 16 << 20
+    component.handle_event(EventType.END_RUN, fl_ctx)
+    assert not scratch.path.exists()
 
 
 def test_without_scratch_there_is_no_job(fl_ctx, engine, tmp_path):

@@ -174,9 +174,9 @@ def _start(fqcn: str, port: int, plugin: bool, scratch_root: str | None, credent
     if plugin:
         if scratch_root is not None:
             os.environ["NVFLARE_LAZY_SCRATCH"] = scratch_root
-        from nvflare_lazy.transport.registration import install
+        from nvflare_lazy.transport.registration import register
 
-        assert install().complete
+        assert register().complete
     else:
         from nvflare.app_common.decomposers.numpy_decomposers import NumpyArrayDecomposer
         from nvflare.app_opt.pt.decomposers import TensorDecomposer

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`install()` puts our handlers in place, whoever came first; NVFlare's private names it rests on are there."""
+"""`register()` puts our handlers in place, whoever came first; `install()` receives on disk, too."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import textwrap
 
-OURS = {
-    "torch.Tensor": "nvflare_lazy.transport.decomposers.LazyTensorDecomposer",
-    "numpy.ndarray": "nvflare_lazy.transport.decomposers.LazyArrayDecomposer",
-}
+import pytest
 
 
-def run(code: str) -> str:
+def run(code: str, **environment: object) -> str:
     """Run code in a process of its own: what is registered is the whole process's."""
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning:nvflare_lazy", "-c", textwrap.dedent(code)],
         capture_output=True,
+        env={**os.environ, **{name: str(value) for name, value in environment.items()}},
         text=True,
         timeout=100,
     )
@@ -28,13 +28,14 @@ def run(code: str) -> str:
 def test_before_stock():
     """Installed first: the stock decomposers that come later change nothing, and nobody complains."""
     run("""
-        import logging, nvflare_lazy
+        import logging
+        from nvflare_lazy.transport.registration import register, registered
         complaints = []
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record: complaints.append(record.getMessage())
         logging.getLogger().addHandler(handler)
-        installation = nvflare_lazy.install()
-        assert installation.complete and not installation.took_place_of, installation
+        registration = register()
+        assert registration.complete and not registration.took_place_of, registration
 
         from nvflare.fuel.utils import fobs
         from nvflare.app_opt.pt.decomposers import TensorDecomposer
@@ -43,8 +44,7 @@ def test_before_stock():
         numpy_decomposers.register()
         fobs.loads(fobs.dumps({"a": 1}))
 
-        from nvflare_lazy.transport.registration import installed
-        assert installed().complete, installed()
+        assert registered().complete, registered()
         assert type(fobs.get_dot_handler(6)).__name__ == "LazyTensorDecomposer"
         assert type(fobs.get_dot_handler(3)).__name__ == "LazyArrayDecomposer"
         assert not complaints, complaints
@@ -54,7 +54,7 @@ def test_before_stock():
 def test_after_stock():
     """Installed second: it takes the place of the stock decomposers and says so, once, in a log line and a value."""
     run("""
-        import logging, nvflare_lazy
+        import logging
         from nvflare.fuel.utils import fobs
         from nvflare.app_opt.pt.decomposers import TensorDecomposer
         from nvflare.app_common.decomposers import numpy_decomposers
@@ -68,10 +68,10 @@ def test_after_stock():
         handler = logging.Handler()
         handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
         log.addHandler(handler)
-        from nvflare_lazy.transport.registration import installed
-        assert not installed().complete
-        first = nvflare_lazy.install()
-        again = nvflare_lazy.install()
+        from nvflare_lazy.transport.registration import register, registered
+        assert not registered().complete
+        first = register()
+        again = register()
         assert first.complete and again.complete
         assert first.took_place_of == (
             "nvflare.app_opt.pt.decomposers.TensorDecomposer",
@@ -87,11 +87,12 @@ def test_after_stock():
 def test_without_a_cell():
     """Without a cell tensors are encoded by themselves, lazy ones as well, and stock NVFlare can read them."""
     run("""
-        import numpy as np, torch, nvflare_lazy
+        import numpy as np, torch
+        from nvflare_lazy.transport.registration import register
         from nvflare_lazy.tensors.lazy_array import LazyArray
         from nvflare_lazy.tensors.lazy_tensor import LazyTensor
         from nvflare.fuel.utils import fobs
-        nvflare_lazy.install()
+        register()
         tensor = torch.arange(6.0).reshape(2, 3)
         lazy = LazyTensor.from_tensor(tensor)
         encoded = fobs.dumps({"a": tensor, "b": lazy.T, "c": LazyArray.from_lazy_tensor(lazy), "d": np.arange(3)})
@@ -108,26 +109,26 @@ def test_without_a_cell():
 
 def test_flag_on_another_cell(tmp_path):
     """NVFlare's offload flag counts on whatever cell of the process it was set, and our own switch above it."""
-    run(f"""
+    code = """
         import os
-        os.environ["NVFLARE_LAZY_SCRATCH"] = {str(tmp_path)!r}
         from nvflare.fuel.f3.cellnet.cell import Cell
         from nvflare.fuel.utils.fobs import FOBSContextKey
         from nvflare_lazy.transport import offload
         from tests.transport.peers import free_port
-        url = f"tcp://127.0.0.1:{{free_port()}}"
-        cells = [Cell(name, url, False, {{}}, create_internal_listener=False) for name in ("server", "server.job")]
+        url = f"tcp://127.0.0.1:{free_port()}"
+        cells = [Cell(name, url, False, {}, create_internal_listener=False) for name in ("server", "server.job")]
         where = cells[1].get_fobs_context
         assert offload.destination(where()) is None
-        cells[0].update_fobs_context({{FOBSContextKey.TENSOR_DISK_OFFLOAD: True}})
+        cells[0].update_fobs_context({FOBSContextKey.TENSOR_DISK_OFFLOAD: True})
         assert offload.destination(where()) is not None
         offload.disable()
         assert offload.destination(where()) is None
         offload.enable()
-        cells[0].update_fobs_context({{FOBSContextKey.TENSOR_DISK_OFFLOAD: False}})
+        cells[0].update_fobs_context({FOBSContextKey.TENSOR_DISK_OFFLOAD: False})
         assert offload.destination(where()) is not None
         os._exit(0)
-    """)
+    """
+    run(code, NVFLARE_LAZY_SCRATCH=tmp_path)
 
 
 def test_download_initiated():
@@ -142,14 +143,25 @@ def test_download_initiated():
     assert not via_downloader.was_download_initiated()
 
 
-def test_cells_of_one_process():
-    """Two cells in one process hand messages over directly; a transfer between them works all the same."""
-    run("""
-        import os, threading, torch, nvflare_lazy
+@pytest.mark.parametrize(
+    ("install", "received"),
+    [
+        ("from nvflare_lazy.transport.registration import register; register()", "Tensor"),
+        ("nvflare_lazy.install()", "LazyTensor"),
+        ("nvflare_lazy.install(); from nvflare_lazy.transport import offload; offload.disable()", "Tensor"),
+        ("import nvflare_lazy.flare.decomposers", "LazyTensor"),
+    ],
+)
+def test_one_line_makes_a_process_receive_on_disk(tmp_path, install, received):
+    """Between two cells, which hand messages over directly; NVFlare's way to end a process leaves nothing behind."""
+    code = """
+        import os, torch, nvflare_lazy
+        from pathlib import Path
         from nvflare.fuel.f3.cellnet.cell import Cell
         from nvflare.fuel.f3.cellnet.utils import make_reply, new_cell_message
+        from nvflare.fuel.f3.mpm import MainProcessMonitor
         from tests.transport.peers import free_port
-        nvflare_lazy.install()
+        exec(os.environ["INSTALL"])
         url = f"tcp://127.0.0.1:{free_port()}"
         server, client = (Cell(name, url, False, {}, create_internal_listener=False) for name in ("server", "site-1"))
         server.start(); client.start()
@@ -159,5 +171,38 @@ def test_cells_of_one_process():
         message = new_cell_message({}, {"a": tensor})
         reply = client.send_request(channel="c", topic="t", target="server", request=message, timeout=30)
         assert torch.equal(got[0]["a"], tensor)
+        assert type(got[0]["a"]).__name__ == os.environ["RECEIVED"]
+        print(sum(path.is_file() for path in Path(os.environ["NVFLARE_LAZY_SCRATCH"]).rglob("*")), flush=True)
+        # What a job process ends with; it may call `os._exit` itself.
+        MainProcessMonitor.run(lambda: 0, run_dir=os.environ["DIRECTORY"], shutdown_grace_time=0)
         os._exit(0)
-    """)
+    """
+    scratch = tmp_path / "scratch"
+    said = run(code, NVFLARE_LAZY_SCRATCH=scratch, DIRECTORY=tmp_path, INSTALL=install, RECEIVED=received)
+    assert (int(said) > 0) == (received == "LazyTensor")
+    assert not [path for path in scratch.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("place", ["environment", "resources.json"])
+def test_a_site_says_it_for_all_of_its_jobs(tmp_path, place):
+    """NVFlare's setting of a package to import, in the environment or a site's resources, as job processes read it."""
+    package = "nvflare_lazy.flare.decomposers"
+    resources = {"nvflare_decomposers": package} if place == "resources.json" else {}
+    (tmp_path / "resources.json").write_text(json.dumps(resources))
+    environment = {"NVFLARE_NVFLARE_DECOMPOSERS": package} if place == "environment" else {}
+    code = """
+        import os
+        from nvflare.apis.fl_constant import ConfigVarName, SystemConfigs
+        from nvflare.fuel.utils.config_service import ConfigService
+        from nvflare.private.fed.utils.fed_utils import nvflare_fobs_initialize, register_ext_decomposers
+        nvflare_fobs_initialize()
+        ConfigService.initialize({SystemConfigs.RESOURCES_CONF: "resources.json"}, [os.environ["SITE"]])
+        named = ConfigService.get_str_var(name=ConfigVarName.DECOMPOSER_MODULE, conf=SystemConfigs.RESOURCES_CONF)
+        register_ext_decomposers(named)
+
+        from nvflare_lazy.transport import offload
+        from nvflare_lazy.transport.registration import registered
+        assert registered().complete, registered()
+        assert str(offload.destination(None).root) == os.environ["NVFLARE_LAZY_SCRATCH"]
+    """
+    run(code, SITE=tmp_path, NVFLARE_LAZY_SCRATCH=tmp_path / "scratch", **environment)
