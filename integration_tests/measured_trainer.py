@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training script with a model of its own that writes down how much memory it takes beside that model.
+"""A training script with a model of its own that writes down what it gets, and how much memory it takes beside that.
 
-Travels in the job's `custom` folder, and runs as a process of its own.
+Travels in the job's `custom` folder.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ def main() -> None:
         received = flare.receive()
         if received is None:
             break
+        types = sorted({type(value).__name__ for value in received.params.values()})
         model.load_state_dict(received.params)
         del received
         for parameter in model.parameters():
             parameter.mul_(1 + site / 128).add_(site * 1e-3)
         flare.send(flare.FLModel(params=model.state_dict(), meta={"NUM_STEPS_CURRENT_ROUND": site}))
         with open(os.environ["WITNESS"], "a") as file:
-            file.write(json.dumps({"beside the model": peak.most - peak.before}) + "\n")
+            file.write(json.dumps({"beside the model": peak.most - peak.before, "types": types}) + "\n")
 
 
 if __name__ == "__main__":

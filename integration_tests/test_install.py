@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nvflare_lazy.install()` without any component: in a training script, and for all jobs of a site.
+
+A trainer that loads the global model tensor by tensor needs no second model, neither to receive nor to send.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nvflare_lazy
+from benchmarks.fl_job import MIB, FLJob, RunResult
+from benchmarks.fl_job.poc import run_in_poc
+from integration_tests.conftest import JobRunner, in_deployment, left_in, server_app
+from integration_tests.expected import next_global, start, ulps
+from nvflare_lazy.scratch import reclaim
+
+HERE = Path(__file__).parent
+TRAINER = HERE / "measured_trainer.py"
+WITNESS = HERE / "witnesses" / "witness.py"
+MODEL_MIB = 256
+
+
+class JobWithOneLineInTheScript(FLJob):
+    """The clients' configurations know nothing of this package; their script says `install()`."""
+
+    def client(self) -> dict[str, Any]:
+        config = super().client()
+        config["executors"][0]["executor"]["args"]["task_script_args"] = "--install"
+        return config
+
+
+def environment(job: FLJob, seen: Path) -> dict[str, str]:
+    return {"WITNESS": str(seen), "SIZES": json.dumps([job.tensors, job.elements])}
+
+
+def notes(seen: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in seen.read_text().splitlines()]
+
+
+def check(result: RunResult, tensors: Any) -> None:
+    value = start(5, result.job.elements)
+    for _ in range(result.job.rounds):
+        exact = next_global(value, [1, 2])
+        value = exact.astype("float32")
+    assert ulps(tensors["layer00005"].numpy(), exact) <= (1 if result.job.mode.startswith("lazy") else 8)
+
+
+def test_a_trainer_needs_no_second_model(run_job: JobRunner, tmp_path: Path):
+    """With one line at the top of the script, 256 MiB come and go beside the model in less than half of that."""
+    seen = tmp_path / "witness.jsonl"
+    job = FLJob(mode="lazy-both", model_mib=MODEL_MIB, tensors=32, rounds=2, external=True, trainer=TRAINER)
+    result = run_job(job, environment=environment(job, seen))
+    assert [note["types"] for note in notes(seen)] == [["LazyTensor"]] * job.clients * job.rounds
+    most = max(note["beside the model"] for note in notes(seen))
+    print(f"receiving and sending {MODEL_MIB} MiB takes a trainer {most / MIB:.0f} MiB at most beside its model")
+    assert most < MODEL_MIB / 2 * MIB
+    check(result, nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors"))
+
+
+def test_a_script_in_the_clients_process_says_it_for_the_process(run_job: JobRunner, tmp_path: Path):
+    """No component of ours at the client: from the second round on at the latest, what the script gets is lazy."""
+    seen = tmp_path / "witness.jsonl"
+    job = JobWithOneLineInTheScript(mode="lazy", model_mib=1, tensors=8, rounds=3, trainer=TRAINER)
+    result = run_job(job, environment=environment(job, seen))
+    assert [note["types"] for note in notes(seen)[job.clients :]] == [["LazyTensor"]] * job.clients * 2
+    check(result, nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors"))
+    # The simulator kills its clients' processes.
+    scratch = result.workspace.parent / "scratch"
+    reclaim(scratch)
+    assert not left_in(scratch)
+
+
+@in_deployment
+@pytest.mark.slow
+def test_a_site_says_it_for_jobs_that_know_nothing_of_it(tmp_path: Path):
+    """NVFlare's setting of a package to import, in a deployment's environment: a stock job is lazy at both ends."""
+    seen, received = tmp_path / "results.jsonl", tmp_path / "models.jsonl"
+    job = FLJob(
+        mode="stock",
+        model_mib=1,
+        tensors=8,
+        rounds=2,
+        trainer=TRAINER,
+        filters=({"path": "witness.ResultWitness", "args": {"file": str(seen)}},),
+        files=(WITNESS,),
+    )
+    site = {"NVFLARE_NVFLARE_DECOMPOSERS": "nvflare_lazy.flare.decomposers", **environment(job, received)}
+    result = run_in_poc(job, tmp_path, environment=site)
+    assert result.ok, result.output[-3000:]
+    every = [["LazyTensor"]] * job.clients * job.rounds
+    assert [note["types"] for note in notes(seen)] == every
+    assert [note["types"] for note in notes(received)] == every
+    check(result, torch.load(server_app(result) / "FL_global_model.pt")["model"])
+    assert not left_in(tmp_path / "scratch")
