@@ -109,7 +109,7 @@ def test_scaffold_learns(run, net):
 
 @pytest.mark.slow
 def test_cross_site_evaluation_with_nvflares_utility(run, net):
-    """NVFlare's own way to add cross-site evaluation gets our locator; every model is evaluated at every site."""
+    """NVFlare's own way to add cross-site evaluation gets our parts of it; every model is evaluated at every site."""
     recipe = FedAvgRecipe(name="cse", model=net.Net(16), min_clients=2, **ARGUMENTS)
     add_cross_site_evaluation(recipe)
     app = run(recipe)
@@ -122,4 +122,8 @@ def test_cross_site_evaluation_with_nvflares_utility(run, net):
         # The sites' test set is the one here.
         found = evaluations["SRV_FL_global_model.safetensors"]["accuracy"]
         assert found == pytest.approx(accuracy(net, app / "FL_global_model.safetensors"))
+    # Passed on from disk.
+    assert {*nvflare_lazy.open(job / "cross_site_val" / "model_shareables" / "site-1.safetensors")} == {
+        *net.Net(16).state_dict()
+    }
     assert "must be PTFileModelPersistor" not in (job.parent / "log.txt").read_text()

@@ -7,6 +7,7 @@ whole in memory both times. This one writes a safetensors file and passes on laz
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
@@ -14,6 +15,7 @@ from nvflare.apis.dxo import DXO, DataKind
 from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.workflows.cross_site_model_eval import CrossSiteModelEval
 
+from nvflare_lazy.errors import NVFlareLazyError
 from nvflare_lazy.flare.weights import as_weights, entries_of, holds_arrays, is_weight
 from nvflare_lazy.formats import open_safetensors, save
 from nvflare_lazy.transport.registration import register
@@ -33,6 +35,19 @@ class LazyCrossSiteEval(CrossSiteModelEval):
         super().__init__(*args, **kwargs)
         self._kinds: dict[str, tuple[str, dict[str, Any], bool]] = {}
         register()
+
+    @classmethod
+    def in_place_of(cls, stock: CrossSiteModelEval) -> LazyCrossSiteEval:
+        """Return one with the arguments NVFlare's was made with."""
+        named = inspect.signature(CrossSiteModelEval.__init__).parameters
+        return cls(**{name: getattr(stock, f"_{name}") for name in named if hasattr(stock, f"_{name}")})
+
+    def _save_client_model(self, model_name: str, dxo: DXO, fl_ctx: FLContext) -> None:
+        try:
+            super()._save_client_model(model_name, dxo, fl_ctx)
+        except (NVFlareLazyError, OSError) as error:
+            # An error that gets out of here would end the task for all clients.
+            self.log_warning(fl_ctx, f"the model of {model_name} is not evaluated: {error}", fire_event=False)
 
     def _save_dxo_content(self, name: str, save_dir: str, dxo: DXO, fl_ctx: FLContext) -> str:
         if dxo.data_kind not in (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF) or not all(map(is_weight, dxo.data.values())):

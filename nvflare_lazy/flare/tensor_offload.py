@@ -172,6 +172,9 @@ class TensorOffload(FLComponent):
         # A result without tensors is left out by controllers and does no harm to aggregators, none of which expects
         # that reading a tensor fails when half of them are added already.
         data.clear()
+        if fl_ctx.get_prop(FLContextKey.TASK_NAME) == AppConstants.TASK_SUBMIT_MODEL:
+            # Cross-site evaluation would have all clients evaluate the empty model.
+            fl_ctx.get_prop(FLContextKey.TASK_RESULT).set_return_code(ReturnCode.EXECUTION_RESULT_ERROR)
         self.log_warning(fl_ctx, f"the result of {client} cannot be used: {failure}", fire_event=False)
         if self._log is not None:
             self._log.left_out(client, str(failure))

@@ -8,12 +8,14 @@ from typing import Any
 
 from nvflare.apis.job_def import SERVER_SITE_NAME
 from nvflare.app_common.abstract.model_persistor import ModelPersistor
+from nvflare.app_common.workflows.cross_site_model_eval import CrossSiteModelEval
 from nvflare.app_opt.pt.file_model_locator import PTFileModelLocator
 from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe as StockFedAvgRecipe
 from nvflare.client.config import ExchangeFormat
 from nvflare.recipe.utils import extract_persistor_id, setup_custom_persistor
 
 from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
+from nvflare_lazy.flare.lazy_cross_site_eval import LazyCrossSiteEval
 from nvflare_lazy.flare.lazy_fedavg import LazyFedAvg
 from nvflare_lazy.flare.lazy_model_locator import LazyModelLocator
 from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, SUFFIX, LazyModelPersistor
@@ -129,11 +131,16 @@ class FedAvgRecipe(StockFedAvgRecipe):
         return persistor_id
 
     def add_cse_validator_if_needed(self) -> None:
-        """Give cross-site evaluation our locator: `add_cross_site_evaluation` calls this at its end.
+        """Give cross-site evaluation our locator and controller: `add_cross_site_evaluation` calls this at its end.
 
-        It has added NVFlare's locator for PyTorch, which reports an error about every other persistor than its own.
+        It has added NVFlare's locator for PyTorch, which reports an error about every other persistor than its own, and
+        NVFlare's controller, which has whole models in memory.
         """
-        components = self._job._deploy_map[SERVER_SITE_NAME].app_config.components
+        server = self._job._deploy_map[SERVER_SITE_NAME].app_config
+        for workflow in server.workflows:
+            if type(workflow.controller) is CrossSiteModelEval:
+                workflow.controller = LazyCrossSiteEval.in_place_of(workflow.controller)
+        components = server.components
         for component_id, component in components.items():
             if isinstance(component, PTFileModelLocator):
                 persistor_id = component.pt_persistor_id

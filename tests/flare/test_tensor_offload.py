@@ -6,9 +6,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
-from nvflare.apis.fl_constant import FLContextKey, ReservedKey
+from nvflare.apis.fl_constant import FLContextKey, ReservedKey, ReturnCode
+from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.executors.client_api_executor import ClientAPIExecutor
 from nvflare.private.fed.client.client_runner import TaskRouter
 
@@ -18,6 +21,7 @@ from nvflare_lazy.scratch import current_job_scratch
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.budget import BUDGET
 from nvflare_lazy.transport.registration import registered
+from tests.flare.conftest import give
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +100,21 @@ def test_a_client_that_only_forwards_keeps_no_memory(fl_ctx, tmp_path, monkeypat
     component.handle_event(EventType.START_RUN, fl_ctx)
     component.handle_event(EventType.END_RUN, fl_ctx)
     assert told == [{"forwards_only": True}] * forwards
+
+
+@pytest.mark.parametrize(("task", "code"), [("train", ReturnCode.OK), ("submit_model", "EXECUTION_RESULT_ERROR")])
+def test_a_result_that_cannot_be_used_comes_without_tensors(fl_ctx, tmp_path, task, code):
+    """Controllers leave out an empty result of training; cross-site evaluation would go on with an empty model."""
+    give(fl_ctx, w=torch.zeros(3))
+    result = DXO(DataKind.WEIGHTS, data={"w": torch.zeros(5)}).to_shareable()
+    peer = FLContext()
+    peer.set_prop(ReservedKey.IDENTITY_NAME, "site-1", private=False)
+    fl_ctx.set_peer_context(peer)
+    fl_ctx.set_prop(FLContextKey.TASK_NAME, task)
+    fl_ctx.set_prop(FLContextKey.TASK_RESULT, result)
+    TensorOffload().handle_event(EventType.AFTER_TASK_RESULT_FILTER, fl_ctx)
+    assert from_shareable(result).data == {}
+    assert result.get_return_code() == code
 
 
 def _attach(mode):

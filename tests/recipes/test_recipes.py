@@ -178,11 +178,15 @@ def test_the_name_of_the_best_model(script, export):
     assert persistor["pytorch_file"] is True
 
 
-def test_cross_site_evaluation_looks_for_models_with_our_locator(script, export):
-    """NVFlare's utility adds NVFlare's locator, which reports every persistor but NVFlare's as an error."""
+def test_cross_site_evaluation_is_ours(script, export):
+    """NVFlare's utility adds a locator that refuses our persistor, and a controller that holds models."""
     recipe = FedAvgRecipe(name="evaluated", model=Small(), min_clients=2, num_rounds=1, train_script=script)
-    add_cross_site_evaluation(recipe)
+    add_cross_site_evaluation(recipe, submit_model_timeout=7, participating_clients=["site-1"])
     config = export(recipe)
+    evaluation = config["workflows"][1]
+    assert evaluation["path"] == "nvflare_lazy.flare.lazy_cross_site_eval.LazyCrossSiteEval"
+    assert evaluation["args"]["submit_model_timeout"] == 7
+    assert evaluation["args"]["participating_clients"] == ["site-1"]
     named = {part["id"]: part["path"].rpartition(".")[2] for part in config["components"]}
-    assert named[config["workflows"][1]["args"]["model_locator_id"]] == "LazyModelLocator"
+    assert named[evaluation["args"]["model_locator_id"]] == "LazyModelLocator"
     assert "PTFileModelLocator" not in named.values()

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross-site evaluation by itself: models go to files and come back unread, and one bad model is not evaluated."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from nvflare.apis.dxo import DXO, DataKind
+from nvflare.app_common.workflows.cross_site_model_eval import CrossSiteModelEval
+
+from nvflare_lazy.flare import LazyCrossSiteEval
+from nvflare_lazy.formats import open_safetensors
+from nvflare_lazy.tensors.lazy_array import LazyArray
+from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+
+
+@pytest.mark.parametrize("kind", [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF])
+@pytest.mark.parametrize("numpy", [False, True])
+def test_a_model_is_passed_on_unread(fl_ctx, result, tmp_path, kind, numpy):
+    """As it came, tensors or arrays, of the same kind and with what is beside them; its scratch may go at once."""
+    data = dict(result("site-1", w=torch.arange(6.0).reshape(2, 3)).params)
+    if numpy:
+        data = {name: LazyArray.from_lazy_tensor(value) for name, value in data.items()}
+    controller = LazyCrossSiteEval()
+    controller._save_dxo_content("site-1", str(tmp_path), DXO(kind, data=data, meta={"note": 7}), fl_ctx)
+    data.clear()
+    loaded = controller._load_validation_content("site-1", str(tmp_path), fl_ctx)
+    assert (loaded.data_kind, loaded.meta["note"]) == (kind, 7)
+    assert type(loaded.data["w"]) is (LazyArray if numpy else LazyTensor)
+    assert np.array_equal(np.asarray(loaded.data["w"]), np.arange(6.0).reshape(2, 3))
+    assert list(open_safetensors(tmp_path / "site-1.safetensors")) == ["w"]
+
+
+def test_what_is_no_model_goes_nvflares_way(fl_ctx, tmp_path):
+    """The metrics that sites come to."""
+    controller = LazyCrossSiteEval()
+    controller._save_dxo_content("m", str(tmp_path), DXO(DataKind.METRICS, data={"accuracy": 0.5}), fl_ctx)
+    assert controller._load_validation_content("m", str(tmp_path), fl_ctx).data == {"accuracy": 0.5}
+
+
+def test_a_model_that_cannot_be_read_is_not_evaluated(fl_ctx, result, tmp_path, monkeypatch, caplog):
+    """The log names its owner; the others' models go out."""
+    controller = LazyCrossSiteEval()
+    controller._cross_val_models_dir = str(tmp_path)
+    sent = []
+    monkeypatch.setattr(controller, "_send_validation_task", lambda name, _: sent.append(name))
+    bad = dict(result("site-1", w=torch.ones(100_000)).params)
+    with open(next((tmp_path / "scratch").rglob("r.safetensors")), "r+b") as file:
+        file.truncate(1000)
+    good = dict(result("site-2", w=torch.ones(3)).params)
+    for name, data in (("site-1", bad), ("site-2", good)):
+        controller._save_client_model(name, DXO(DataKind.WEIGHTS, data=data), fl_ctx)
+    assert sent == ["site-2"]
+    assert "the model of site-1 is not evaluated" in caplog.text
+    assert not (tmp_path / "site-1.safetensors").exists()
+
+
+def test_it_takes_the_place_of_nvflares():
+    """With all of its arguments."""
+    given = {
+        "task_check_period": 0.25,
+        "cross_val_dir": "evaluations",
+        "submit_model_timeout": 7,
+        "validation_timeout": 8,
+        "model_locator_id": "locator",
+        "submit_model_task_name": "hand_in",
+        "cleanup_models": True,
+        "participating_clients": ["site-2"],
+    }
+    ours = LazyCrossSiteEval.in_place_of(CrossSiteModelEval(**given))
+    assert {name: getattr(ours, f"_{name}") for name in given} == given
