@@ -17,10 +17,11 @@ from integration_tests.expected import next_global, start, ulps
 FILTERS = Path(__file__).parent / "filters"
 
 
-def test_exclude_vars_and_percentile_privacy(run_job: JobRunner):
-    """One takes tensors out unread, the other computes with all of them; the job goes on with what is left."""
+@pytest.mark.parametrize("mode", ["lazy", pytest.param("component", marks=pytest.mark.slow)])
+def test_exclude_vars_and_percentile_privacy(run_job: JobRunner, mode: str):
+    """One takes tensors out unread, the other computes with all of them; any aggregator goes on with what is left."""
     job = FLJob(
-        mode="lazy",
+        mode=mode,
         exchange="numpy",
         difference=True,
         model_mib=1,
@@ -35,7 +36,10 @@ def test_exclude_vars_and_percentile_privacy(run_job: JobRunner):
         ),
     )
     result = run_job(job)
-    saved = nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors")
+    if mode == "lazy":
+        saved = nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors")
+    else:
+        saved = torch.load(server_app(result) / "FL_global_model.pt")["model"]
     assert np.array_equal(saved["layer00000"].numpy(), start(0, job.elements))
     # The filter divides by the number of steps and multiplies again.
     assert ulps(saved["layer00003"].numpy(), next_global(start(3, job.elements), [1, 2], difference=True)) < 8
