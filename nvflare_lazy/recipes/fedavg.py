@@ -80,8 +80,10 @@ class FedAvgRecipe(StockFedAvgRecipe):
         self._min_responses = min_responses
         self._wait_time_after_min_received = wait_time_after_min_received
         self._task_timeout = task_timeout
-        wants_pytorch = best_model_filename is not None and not best_model_filename.endswith(SUFFIX)
-        self._best_name = str(Path(best_model_filename).with_suffix(SUFFIX)) if best_model_filename else BEST_NAME
+        # NVFlare's recipe takes the second one as another name for the first.
+        best_name = best_model_filename or arguments.get("save_filename")
+        wants_pytorch = best_name is not None and not best_name.endswith(SUFFIX)
+        self._best_name = str(Path(best_name).with_suffix(SUFFIX)) if best_name else BEST_NAME
         self.options = OffloadOptions(
             checkpoint=checkpoint,
             checkpoint_dir=checkpoint_dir,

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from nvflare.recipe.utils import prepare_initial_ckpt
+
 from nvflare_lazy.flare.lazy_model_persistor import LazyModelPersistor
 from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET, TensorOffload
 from nvflare_lazy.recipes.model_config import class_of, source_file_of
@@ -20,7 +22,7 @@ class OffloadOptions:
 
     | argument         | meaning                                                                          |
     |------------------|----------------------------------------------------------------------------------|
-    | `checkpoint`     | what to begin with: any readable checkpoint on the server; no model is needed    |
+    | `checkpoint`     | what to begin with: a checkpoint on the server, or a file here by relative path  |
     | `checkpoint_dir` | an absolute path on the server where checkpoints outlive the job and are gone on from |
     | `keep`           | rounds to keep there, besides the best model                                     |
     | `pytorch_file`   | also write the last and the best model as PyTorch files, as NVFlare does          |
@@ -58,7 +60,8 @@ class OffloadOptions:
             job.to_server(source)
         persistor = LazyModelPersistor(
             model=class_of(model),
-            source_ckpt_file_full_name=self.checkpoint or initial_ckpt,
+            # A relative path is a file of this machine: it travels with the job.
+            source_ckpt_file_full_name=prepare_initial_ckpt(self.checkpoint or initial_ckpt, job),
             allow_numpy_conversion=numpy,
             best_global_model_file_name=best_name,
             checkpoint_dir=self.checkpoint_dir,

@@ -8,6 +8,12 @@ from typing import Any
 from nvflare_lazy.flare.lazy_scaffold import LazyScaffold
 from nvflare_lazy.recipes.fedavg import FedAvgRecipe
 
+# What would be taken, and lost.
+_OF_FEDAVG = (
+    *("aggregation", "aggregation_args", "aggregator", "exclude_vars", "aggregation_weights"),
+    *("min_responses", "wait_time_after_min_received", "task_timeout", "stop_cond", "patience"),
+)
+
 
 class ScaffoldRecipe(FedAvgRecipe):
     """SCAFFOLD for PyTorch.
@@ -20,9 +26,9 @@ class ScaffoldRecipe(FedAvgRecipe):
     """
 
     def __init__(self, *, name: str = "scaffold", **arguments: Any) -> None:
-        for unknown in ("aggregation", "aggregation_args", "aggregator", "min_responses"):
+        for unknown in _OF_FEDAVG:
             if arguments.get(unknown) is not None:
-                raise TypeError(f"SCAFFOLD combines by its own rule: {unknown} has no meaning here")
+                raise TypeError(f"SCAFFOLD combines by its own rule, with all clients: {unknown} has no meaning here")
         super().__init__(name=name, **arguments)
 
     def _get_model_aggregator(self) -> None:

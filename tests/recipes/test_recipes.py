@@ -13,6 +13,7 @@ from nvflare.app_opt.pt.recipes.fedprox import FedProxRecipe as StockFedProx
 from nvflare.app_opt.pt.recipes.scaffold import ScaffoldRecipe as StockScaffold
 from nvflare.recipe.utils import add_cross_site_evaluation
 
+from nvflare_lazy import save
 from nvflare_lazy.recipes import FedAvgRecipe, FedOptRecipe, FedProxRecipe, ScaffoldRecipe
 from tests.flare.networks import Small
 
@@ -112,6 +113,19 @@ def test_what_ours_take_beyond_that_arrives(script, export):
     component(config, "LazyModelLocator")
 
 
+@pytest.mark.parametrize("argument", ["checkpoint", "initial_ckpt"])
+@pytest.mark.parametrize("recipe", [FedAvgRecipe, ScaffoldRecipe])
+def test_a_checkpoint_beside_the_script_travels(script, export, tmp_path, monkeypatch, recipe, argument):
+    """As with NVFlare's recipes: a relative path is a file here, and the persistor finds it in the job."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    save(Small().state_dict(), tmp_path / "models" / "start.safetensors")
+    given = {argument: "models/start.safetensors"}
+    config = export(recipe(name="begun", min_clients=2, num_rounds=1, train_script=script, **given))
+    assert component(config, "LazyModelPersistor")["source_ckpt_file_full_name"] == "start.safetensors"
+    assert (tmp_path / "jobs" / "begun" / "app" / "custom" / "start.safetensors").is_file()
+
+
 def test_clients_without_the_package(script, export):
     """Their configuration does not name it, and the server's does."""
     recipe = FedAvgRecipe(model=Small(), lazy_clients=False, min_clients=2, num_rounds=1, train_script=script)
@@ -158,6 +172,7 @@ WRONG = [
     (FedOptRecipe, {"model": Small(), "optimizer_args": {"path": "torch.optim.LBFGS"}}, "no server optimizer"),
     (FedOptRecipe, {"model": Small(), "optimizer_args": {"path": "torch.optim.SGD", "args": {"x": 1}}}, "has no x"),
     (ScaffoldRecipe, {"model": Small(), "aggregation": "median"}, "its own rule"),
+    (ScaffoldRecipe, {"model": Small(), "exclude_vars": "bn"}, "exclude_vars has no meaning"),
 ]
 
 
@@ -168,11 +183,11 @@ def test_what_cannot_be_is_said_before_there_is_a_job(recipe, given, says, scrip
         recipe(min_clients=2, num_rounds=1, train_script=script, **given)
 
 
-def test_the_name_of_the_best_model(script, export):
+@pytest.mark.filterwarnings("ignore:save_filename is deprecated")
+@pytest.mark.parametrize("argument", ["best_model_filename", "save_filename"])
+def test_the_name_of_the_best_model(script, export, argument):
     """NVFlare's argument names a PyTorch file: then there is one as well, and the name of ours goes with it."""
-    recipe = FedAvgRecipe(
-        model=Small(), best_model_filename="winner.pt", min_clients=2, num_rounds=1, train_script=script
-    )
+    recipe = FedAvgRecipe(model=Small(), min_clients=2, num_rounds=1, train_script=script, **{argument: "winner.pt"})
     persistor = component(export(recipe), "LazyModelPersistor")
     assert persistor["best_global_model_file_name"] == "winner.safetensors"
     assert persistor["pytorch_file"] is True
