@@ -33,7 +33,7 @@ from nvflare_lazy.flare.outgoing import Outgoing
 from nvflare_lazy.flare.round_results import CLIENT_NAME, RoundResults, client_of
 from nvflare_lazy.flare.server_step import ServerStep
 from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET
-from nvflare_lazy.flare.weights import as_weights, holds_arrays
+from nvflare_lazy.flare.weights import as_weights, holds_arrays, is_lazy
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.transport.registration import register
 
@@ -100,6 +100,7 @@ class LazyAggregator(ModelAggregator):
         self._aggregation("FULL")
         self._step = ServerStep(server_optimizer)
         self._round = RoundResults(aggregation_weights or {})
+        self._told = False
         register()
 
     # ---- NVFlare's side ------------------------------------------------------------------------------------------
@@ -170,6 +171,7 @@ class LazyAggregator(ModelAggregator):
         results = self._round
         kind: ParamsKind = "DIFF" if results.params_type == ParamsType.DIFF else "FULL"
         params = results.params
+        self._tell_if_in_memory(params)
         numpy = any(holds_arrays(tensors) for tensors in params.values())
         base = self._global_weights()
         outgoing = Outgoing.of(self.fl_ctx)
@@ -242,6 +244,15 @@ class LazyAggregator(ModelAggregator):
         log = job_context.round_log_of(self.fl_ctx)
         if log is not None:
             log.left_out(client, reason)
+
+    def _tell_if_in_memory(self, params: Mapping[str, Mapping[str, Any]]) -> None:
+        """Say it once to whoever has forgotten the component, and would wonder where the memory goes."""
+        if self._told or job_context.offload_of(self.fl_ctx) is not None:
+            return
+        values = [value for tensors in params.values() for value in tensors.values()]
+        if values and not any(map(is_lazy, values)):
+            self._told = True
+            self.warning("results are received into memory: add the component nvflare_lazy.flare.TensorOffload")
 
     def _warn_metric(self, name: str, kind: str) -> None:
         self.warning(f"metric {name!r} is a {kind}: it is not averaged")

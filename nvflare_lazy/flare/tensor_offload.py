@@ -28,10 +28,8 @@ from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.fit import wrong_shape
 from nvflare_lazy.flare.process_memory import give_back_free_memory, keep_little_free_memory
 from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
-from nvflare_lazy.flare.weights import is_weight
+from nvflare_lazy.flare.weights import is_lazy, is_weight
 from nvflare_lazy.scratch import JobScratch, use_job_scratch
-from nvflare_lazy.tensors.lazy_array import LazyArray
-from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.sizes import format_size, parse_size
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.failed import failure_of
@@ -153,7 +151,7 @@ class TensorOffload(FLComponent):
         if self._log is None or not client or data is None:
             return
         values = [value for value in data.values() if is_weight(value)]
-        on_disk = any(isinstance(value, (LazyTensor, LazyArray)) for value in values)
+        on_disk = any(map(is_lazy, values))
         self._log.received(client, sum(value.nbytes for value in values), len(values), on_disk=on_disk)
 
     def _check(self, fl_ctx: FLContext) -> None:

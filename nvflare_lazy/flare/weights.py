@@ -27,6 +27,11 @@ def is_weight(value: object) -> bool:
     return isinstance(value, (torch.Tensor, np.ndarray, np.generic))
 
 
+def is_lazy(value: object) -> bool:
+    """Whether a value is a lazy tensor or a lazy array."""
+    return isinstance(value, (LazyTensor, LazyArray))
+
+
 def entry_of(value: Any) -> TensorEntry:
     """Return the recipe of a tensor or array, lazy or not; of an ordinary one it refers to the same memory."""
     if isinstance(value, LazyTensor):

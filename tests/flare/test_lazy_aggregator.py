@@ -200,6 +200,19 @@ def test_arrays_come_out_as_arrays(aggregator, fl_ctx):
     assert values(found) == {"a": [2.0, 2.0], "b": [2.0]}
 
 
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_results_in_memory_are_told_once(aggregator, result, caplog, on_disk):
+    """Whoever has forgotten the component that receives on disk reads its name in the log."""
+    mine = aggregator()
+    for _ in range(2):
+        sent = result("site-1", a=[1.0, 2.0], b=[3.0])
+        if not on_disk:
+            sent.params = {name: value.materialize() for name, value in sent.params.items()}
+        mine.accept_model(sent)
+        mine.aggregate_model()
+    assert caplog.text.count("add the component nvflare_lazy.flare.TensorOffload") == (0 if on_disk else 1)
+
+
 def test_too_few_results(aggregator, result):
     """The job fails, or skips the round with the global model as it is; the next round begins empty."""
     mine = aggregator(min_results=2)
