@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nvflare.apis.analytix import AnalyticsDataType
-from nvflare.apis.dxo import DataKind, MetaKey, from_shareable
+from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, ReturnCode
@@ -147,18 +147,21 @@ class TensorOffload(FLComponent):
             self._log.sent(client)
 
     def _note_received(self, fl_ctx: FLContext) -> None:
-        client, data = _peer(fl_ctx), _model_of(fl_ctx)
-        if self._log is None or not client or data is None:
+        client, result = _peer(fl_ctx), _result_of(fl_ctx)
+        if self._log is None or not client or result is None:
             return
-        values = [value for value in data.values() if is_weight(value)]
+        # SCAFFOLD has more tensors beside the model.
+        parts = (part for part in (result.data, *result.meta.values()) if isinstance(part, dict))
+        values = [value for part in parts for value in part.values() if is_weight(value)]
         on_disk = any(map(is_lazy, values))
         self._log.received(client, sum(value.nbytes for value in values), len(values), on_disk=on_disk)
 
     def _check(self, fl_ctx: FLContext) -> None:
         """Find out before an aggregator does, half way through, that a result cannot be used."""
-        client, data = _peer(fl_ctx), _model_of(fl_ctx)
-        if not client or data is None:
+        client, result = _peer(fl_ctx), _result_of(fl_ctx)
+        if not client or result is None:
             return
+        data = result.data
         failure = failure_of(data)
         if failure is None:
             learnable = fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)
@@ -229,8 +232,8 @@ def _peer(fl_ctx: FLContext) -> str | None:
     return name
 
 
-def _model_of(fl_ctx: FLContext) -> dict[str, Any] | None:
-    """Return the tensors of the result that is being processed, or None if it has none that are plainly there."""
+def _result_of(fl_ctx: FLContext) -> DXO | None:
+    """Return the result that is being processed, or None if it has no tensors that are plainly there."""
     result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
     if not isinstance(result, Shareable) or result.get_return_code() != ReturnCode.OK:
         return None
@@ -240,7 +243,7 @@ def _model_of(fl_ctx: FLContext) -> dict[str, Any] | None:
         return None
     if dxo.data_kind not in _MODEL_KINDS or dxo.get_meta_prop(MetaKey.PROCESSED_ALGORITHM) is not None:
         return None
-    return dxo.data if isinstance(dxo.data, dict) else None
+    return dxo if isinstance(dxo.data, dict) else None
 
 
 def _records(fl_ctx: FLContext) -> Path | None:

@@ -32,6 +32,11 @@ class Engine:
     def get_component(self, component_id: str) -> Any:
         return self.components.get(component_id)
 
+    def new_context(self) -> FLContext:
+        context = FLContext()
+        context.set_prop(ReservedKey.ENGINE, self)
+        return context
+
     def fire_event(self, event_type: str, fl_ctx: FLContext) -> None:
         if event_type == EventType.FATAL_SYSTEM_ERROR:
             self.panics.append(fl_ctx.get_prop(FLContextKey.EVENT_DATA))

@@ -12,6 +12,7 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, ReservedKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
+from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.executors.client_api_executor import ClientAPIExecutor
 from nvflare.private.fed.client.client_runner import TaskRouter
 
@@ -102,16 +103,35 @@ def test_a_client_that_only_forwards_keeps_no_memory(fl_ctx, tmp_path, monkeypat
     assert told == [{"forwards_only": True}] * forwards
 
 
+def come(fl_ctx, result):
+    """Make this the result of site-1 that is being processed."""
+    peer = FLContext()
+    peer.set_prop(ReservedKey.IDENTITY_NAME, "site-1", private=False)
+    fl_ctx.set_peer_context(peer)
+    fl_ctx.set_prop(FLContextKey.TASK_RESULT, result)
+
+
+def test_what_came_is_all_that_came(fl_ctx, tmp_path, caplog):
+    """Tensors beside the model, such as control variates of SCAFFOLD, count as received."""
+    caplog.set_level("INFO")
+    component = TensorOffload(str(tmp_path / "root"))
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    component.handle_event(AppEventType.ROUND_STARTED, fl_ctx)
+    meta = {"controls": {"w": torch.zeros(256), "b": torch.zeros(256)}, "steps": 7}
+    come(fl_ctx, DXO(DataKind.WEIGHTS, data={"w": torch.zeros(256)}, meta=meta).to_shareable())
+    component.handle_event(EventType.BEFORE_TASK_RESULT_FILTER, fl_ctx)
+    component.handle_event(AppEventType.AFTER_CONTRIBUTION_ACCEPT, fl_ctx)
+    component.handle_event(EventType.END_RUN, fl_ctx)
+    assert "round 0: result of site-1: 3.0 KiB in 3 tensors, in memory" in caplog.text
+
+
 @pytest.mark.parametrize(("task", "code"), [("train", ReturnCode.OK), ("submit_model", "EXECUTION_RESULT_ERROR")])
 def test_a_result_that_cannot_be_used_comes_without_tensors(fl_ctx, tmp_path, task, code):
     """Controllers leave out an empty result of training; cross-site evaluation would go on with an empty model."""
     give(fl_ctx, w=torch.zeros(3))
     result = DXO(DataKind.WEIGHTS, data={"w": torch.zeros(5)}).to_shareable()
-    peer = FLContext()
-    peer.set_prop(ReservedKey.IDENTITY_NAME, "site-1", private=False)
-    fl_ctx.set_peer_context(peer)
+    come(fl_ctx, result)
     fl_ctx.set_prop(FLContextKey.TASK_NAME, task)
-    fl_ctx.set_prop(FLContextKey.TASK_RESULT, result)
     TensorOffload().handle_event(EventType.AFTER_TASK_RESULT_FILTER, fl_ctx)
     assert from_shareable(result).data == {}
     assert result.get_return_code() == code
