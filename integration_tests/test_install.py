@@ -7,6 +7,7 @@ A trainer that loads the global model tensor by tensor needs no second model, ne
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import nvflare_lazy
-from benchmarks.fl_job import MIB, FLJob, RunResult
+from benchmarks.fl_job import MIB, FLJob, RunResult, run_in_simulator
 from benchmarks.fl_job.poc import run_in_poc
 from integration_tests.conftest import JobRunner, in_deployment, left_in, server_app
 from integration_tests.expected import next_global, start, ulps
@@ -77,9 +78,9 @@ def test_a_script_in_the_clients_process_says_it_for_the_process(run_job: JobRun
 
 
 @in_deployment
-@pytest.mark.slow
-def test_a_site_says_it_for_jobs_that_know_nothing_of_it(tmp_path: Path):
-    """NVFlare's setting of a package to import, in a deployment's environment: a stock job is lazy at both ends."""
+@pytest.mark.parametrize("run", [run_in_simulator, pytest.param(run_in_poc, marks=pytest.mark.slow)])
+def test_the_environment_says_it_for_jobs_that_know_nothing_of_it(tmp_path: Path, run: Callable[..., RunResult]):
+    """NVFlare's setting of a package to import: a stock job is lazy at both ends, in the simulator and a deployment."""
     seen, received = tmp_path / "results.jsonl", tmp_path / "models.jsonl"
     job = FLJob(
         mode="stock",
@@ -91,10 +92,11 @@ def test_a_site_says_it_for_jobs_that_know_nothing_of_it(tmp_path: Path):
         files=(WITNESS,),
     )
     site = {"NVFLARE_NVFLARE_DECOMPOSERS": "nvflare_lazy.flare.decomposers", **environment(job, received)}
-    result = run_in_poc(job, tmp_path, environment=site)
+    result = run(job, tmp_path, environment=site)
     assert result.ok, result.output[-3000:]
     every = [["LazyTensor"]] * job.clients * job.rounds
     assert [note["types"] for note in notes(seen)] == every
     assert [note["types"] for note in notes(received)] == every
     check(result, torch.load(server_app(result) / "FL_global_model.pt")["model"])
+    reclaim(tmp_path / "scratch")
     assert not left_in(tmp_path / "scratch")

@@ -197,6 +197,9 @@ def test_a_site_says_it_for_all_of_its_jobs(tmp_path, place):
         from nvflare.private.fed.utils.fed_utils import nvflare_fobs_initialize, register_ext_decomposers
         nvflare_fobs_initialize()
         ConfigService.initialize({SystemConfigs.RESOURCES_CONF: "resources.json"}, [os.environ["SITE"]])
+        # The simulator does it in a directory that is gone.
+        os.chdir(os.environ["REMOVED"])
+        os.rmdir(os.environ["REMOVED"])
         named = ConfigService.get_str_var(name=ConfigVarName.DECOMPOSER_MODULE, conf=SystemConfigs.RESOURCES_CONF)
         register_ext_decomposers(named)
 
@@ -205,4 +208,6 @@ def test_a_site_says_it_for_all_of_its_jobs(tmp_path, place):
         assert registered().complete, registered()
         assert str(offload.destination(None).root) == os.environ["NVFLARE_LAZY_SCRATCH"]
     """
-    run(code, SITE=tmp_path, NVFLARE_LAZY_SCRATCH=tmp_path / "scratch", **environment)
+    (tmp_path / "removed").mkdir()
+    where = {"SITE": tmp_path, "NVFLARE_LAZY_SCRATCH": tmp_path / "scratch", "REMOVED": tmp_path / "removed"}
+    run(code, **where, **environment)

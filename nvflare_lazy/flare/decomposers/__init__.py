@@ -4,6 +4,18 @@
 `"nvflare_decomposers": "nvflare_lazy.flare.decomposers"` in a site's `resources.json` makes all of its jobs lazy.
 """
 
-from nvflare_lazy.transport.install import install
+import os
 
-install()
+
+def _install() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        # The simulator imports this in a directory that it has removed. There torch's libraries would end the process.
+        os.chdir("/")
+    from nvflare_lazy.transport.install import install
+
+    install()
+
+
+_install()
