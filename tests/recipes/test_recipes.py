@@ -11,7 +11,7 @@ from nvflare.app_opt.pt.recipes import FedAvgRecipe as StockFedAvg
 from nvflare.app_opt.pt.recipes.fedopt import FedOptRecipe as StockFedOpt
 from nvflare.app_opt.pt.recipes.fedprox import FedProxRecipe as StockFedProx
 from nvflare.app_opt.pt.recipes.scaffold import ScaffoldRecipe as StockScaffold
-from nvflare.recipe.utils import add_cross_site_evaluation
+from nvflare.recipe.utils import add_cross_site_evaluation, set_per_site_config
 
 from nvflare_lazy import save
 from nvflare_lazy.recipes import FedAvgRecipe, FedOptRecipe, FedProxRecipe, ScaffoldRecipe
@@ -131,6 +131,16 @@ def test_clients_without_the_package(script, export):
     recipe = FedAvgRecipe(model=Small(), lazy_clients=False, min_clients=2, num_rounds=1, train_script=script)
     assert "nvflare_lazy" not in json.dumps(export(recipe, "client"))
     assert "nvflare_lazy" in json.dumps(export(recipe))
+
+
+def test_sites_that_are_configured_one_by_one(script, export):
+    """Each has its own arguments, and each the component."""
+    recipe = FedAvgRecipe(name="apart", model=Small(), min_clients=2, num_rounds=1, train_script=script)
+    set_per_site_config(recipe, {f"site-{site}": {"train_args": f"--data {site}"} for site in (1, 2)})
+    for site in (1, 2):
+        config = export(recipe, "client", f"app_site-{site}")
+        component(config, "TensorOffload")
+        assert config["executors"][0]["executor"]["args"]["task_script_args"] == f"--data {site}"
 
 
 def test_the_package_is_never_copied_into_a_job(script, export, tmp_path):
