@@ -9,6 +9,7 @@ was not, the few elements that come out next to a halfway point are summed again
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.aggregation.memory import Arena
 
-#: What a mean takes of an arena for each element, beside the values.
-MEAN_BYTES = 3 * 8 + ROUNDING_BYTES
+#: What a mean takes of an arena for each element, beside the values: the sum, and what happens to it one by one.
+MEAN_BYTES = 8 + max(8, ROUNDING_BYTES)
+# The careful way needs three numbers where the fast one needs one: so it goes through a tile in three parts.
+_PARTS = 3
 _LARGEST_TOTAL = 1 << 38
 _LARGEST_EXACT_INTEGER = 2.0**51
 _ROW = 512
@@ -168,30 +171,37 @@ class _Mean:
         self._weights = weights
         self._arena = arena
         self._sum = arena.take(torch.float64, out.numel())
-        self._term = arena.take(torch.float64, out.numel())
+
+    @contextmanager
+    def _spare(self, count: int) -> Iterator[torch.Tensor]:
+        """Lend memory for some numbers."""
+        mark = self._arena.mark()
+        yield self._arena.take(torch.float64, count)
+        self._arena.give_back(mark)
 
     def add_up(self) -> bool:
         """Sum the terms; return whether the sums are known to be exact and, where integers are wanted, below 2^51."""
         flag = inexact_flag() if self._weights.whole else None
         exact = flag is not None
-        total, term = self._sum, self._term
-        for number, (index, factor) in enumerate(self._weights.terms):
-            values = self._read(index)
-            if flag is not None:
-                flag.clear()
-            if number == 0:
-                total.copy_(values)
-                if factor != 1.0:
-                    total.mul_(factor)
-            # Whether multiply-and-add rounds once or twice depends on where in a tile an element stands. So it is left
-            # to cases in which the product is exact.
-            elif self._weights.fused(values.dtype)[number]:
-                total.add_(term.copy_(values), alpha=factor)
-            else:
-                total.add_(term.copy_(values).mul_(factor))
-            exact = exact and flag is not None and not flag.is_up()
-        if exact and self._out.dtype not in FLOATS and total.numel():
-            exact = bool(torch.abs(total, out=term).amax() < _LARGEST_EXACT_INTEGER)
+        total = self._sum
+        with self._spare(total.numel()) as term:
+            for number, (index, factor) in enumerate(self._weights.terms):
+                values = self._read(index)
+                if flag is not None:
+                    flag.clear()
+                if number == 0:
+                    total.copy_(values)
+                    if factor != 1.0:
+                        total.mul_(factor)
+                # Whether multiply-and-add rounds once or twice depends on where in a tile an element stands. So it is
+                # left to cases in which the product is exact.
+                elif self._weights.fused(values.dtype)[number]:
+                    total.add_(term.copy_(values), alpha=factor)
+                else:
+                    total.add_(term.copy_(values).mul_(factor))
+                exact = exact and flag is not None and not flag.is_up()
+            if exact and self._out.dtype not in FLOATS and total.numel():
+                exact = bool(torch.abs(total, out=term).amax() < _LARGEST_EXACT_INTEGER)
         return exact
 
     def divide(self) -> torch.Tensor:
@@ -222,23 +232,29 @@ class _Mean:
     def _doubtful(self, means: torch.Tensor) -> torch.Tensor:
         """Return the places of the means that may be rounded to another number than the exact ones."""
         error = (2 * len(self._weights.terms) + 16) * 2.0**-53 * self._largest_possible()
-        if self._out.dtype not in FLOATS:
-            near_half = (means - means.floor()).sub_(0.5).abs_() <= error
-            too_large = means.abs() >= _LARGEST_EXACT_INTEGER / self._weights.total
-            return (near_half | too_large).nonzero().view(-1)
-        mark = self._arena.mark()
-        nearest = self._nearest_halfway(self._arena.take(torch.float64, means.numel()).copy_(means))
-        distance = torch.sub(means, nearest, out=self._term).abs_()
-        if not torch.isfinite(distance.sum()):
-            distance.nan_to_num_(nan=math.inf)
-        found = [torch.empty(0, dtype=torch.int64)]
-        for places in _rows_below(distance, error):
-            near = nearest[places]
-            is_halfway = near.to(self._out.dtype).double() != near
-            is_small = means[places].abs() < error * 2**12
-            found.append(places[(distance[places] <= error) & (is_halfway | is_small)])
-        self._arena.give_back(mark)
+        find = self._doubtful_floats if self._out.dtype in FLOATS else self._doubtful_integers
+        found, begin = [torch.empty(0, dtype=torch.int64)], 0
+        for part in torch.split(means, max(1, -(-means.numel() // _PARTS))):
+            found += [places + begin for places in find(part, error)]
+            begin += part.numel()
         return torch.cat(found)
+
+    def _doubtful_integers(self, means: torch.Tensor, error: float) -> Iterator[torch.Tensor]:
+        near_half = (means - means.floor()).sub_(0.5).abs_() <= error
+        too_large = means.abs() >= _LARGEST_EXACT_INTEGER / self._weights.total
+        yield (near_half | too_large).nonzero().view(-1)
+
+    def _doubtful_floats(self, means: torch.Tensor, error: float) -> Iterator[torch.Tensor]:
+        with self._spare(means.numel()) as nearest, self._spare(means.numel()) as distance:
+            self._nearest_halfway(nearest.copy_(means))
+            torch.sub(means, nearest, out=distance).abs_()
+            if not torch.isfinite(distance.sum()):
+                distance.nan_to_num_(nan=math.inf)
+            for places in _rows_below(distance, error):
+                near = nearest[places]
+                is_halfway = near.to(self._out.dtype).double() != near
+                is_small = means[places].abs() < error * 2**12
+                yield places[(distance[places] <= error) & (is_halfway | is_small)]
 
     def _nearest_halfway(self, means: torch.Tensor) -> torch.Tensor:
         """Turn means into what is next to them of the numbers of the type, and of the points halfway between two."""
@@ -249,12 +265,13 @@ class _Mean:
     def _largest_possible(self) -> float:
         """Return what no mean, nor any that the terms before the last make, can exceed."""
         largest = 0.0
-        for index, factor in self._weights.terms:
-            values = self._term.copy_(self._read(index))
-            least, most = torch.aminmax(values) if values.numel() else (values.sum(), values.sum())
-            if not (torch.isfinite(least) and torch.isfinite(most)):
-                least, most = torch.aminmax(values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
-            largest += factor * max(-least.item(), most.item())
+        with self._spare(self._sum.numel()) as term:
+            for index, factor in self._weights.terms:
+                values = term.copy_(self._read(index))
+                least, most = torch.aminmax(values) if values.numel() else (values.sum(), values.sum())
+                if not (torch.isfinite(least) and torch.isfinite(most)):
+                    least, most = torch.aminmax(values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+                largest += factor * max(-least.item(), most.item())
         return largest / self._weights.total
 
     def _sum_again(self, means: torch.Tensor, places: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -264,13 +281,11 @@ class _Mean:
             sums.add(pick(self._read(index), places), Fraction(factor))
         sums.finish()
         quotient = sums.high / self._weights.total
-        mark = self._arena.mark()
         nearest = self._nearest_halfway(quotient.clone())
         excess, undecided = sums.minus(nearest, self._weights.exact_total)
         beyond = torch.nextafter(nearest, excess.sign().mul_(math.inf))
         better = torch.where(excess == 0, nearest, beyond)
         means[places] = torch.where(torch.isfinite(sums.high), better, quotient)
-        self._arena.give_back(mark)
         # Where almost everything cancelled out, even twice the precision is not enough.
         undecided |= sums.doubt > sums.high.abs() * 2.0**-30
         if self._out.dtype not in FLOATS:

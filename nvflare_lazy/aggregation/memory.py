@@ -18,7 +18,7 @@ from nvflare_lazy.tensors.sizes import format_size
 #: Tiles begin at multiples of this many elements: statistics are summed in blocks of it, whatever the tile size.
 BLOCK = 512
 # More than this leaves the cache and gains nothing; below the other, calls cost more than the work they do.
-_LARGEST_TILE = 512 * BLOCK
+_LARGEST_TILE = 1024 * BLOCK
 _COMFORTABLE_TILE = 16 * BLOCK
 _CACHE_SHARE = 16 << 20
 _ALIGNMENT = 64

@@ -8,8 +8,10 @@ twice: what float32 moves onto the halfway point between two narrow numbers then
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -41,10 +43,11 @@ FLOATS = NARROW | {torch.float32, torch.float64}
 #: What `round_into` takes of an arena for each element.
 ROUNDING_BYTES = 8
 _EXPONENT = 0x7FF << 52
-# The lower half of a float32 that lies halfway between two numbers of bfloat16, as the upper half of an integer: the
-# least there is.
-_HALFWAY = -(1 << 31)
-_ROW = 64
+# The lower half of a float32 that lies halfway between two numbers of bfloat16, as an integer: the least there is.
+_HALFWAY = -(1 << 15)
+_LOWER_HALF = 0 if sys.byteorder == "little" else 1
+# Elements of a tile in which such halves are looked for together.
+_ROW = 256
 # Far beyond what a narrow type can hold, and far enough from what float64 can.
 _LARGEST_POWER = 2.0**900
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -67,7 +70,7 @@ def round_into(out: torch.Tensor, values: torch.Tensor, arena: Arena) -> None:
     else:
         out.copy_(to_precision(values, out.dtype, arena) if out.dtype in NARROW else values)
     # A sum is the fastest way to see that all is finite.
-    if not torch.isfinite((out if out.dtype in _SUMMABLE else values).sum()):
+    if not math.isfinite((out if out.dtype in _SUMMABLE else values).sum().item()):
         _set_nan(out, torch.isnan(values))
 
 
@@ -96,36 +99,39 @@ def to_precision(values: torch.Tensor, dtype: torch.dtype, arena: Arena, *, extr
 
 
 def _round_to_bfloat16(out: torch.Tensor, values: torch.Tensor, arena: Arena) -> None:
-    """Round twice, by way of the upper half of a float32, which is fast, and mend the few that came out wrong.
+    """Round twice, by way of float32, which is fast, and mend the few that came out wrong.
 
-    Only what the first rounding left halfway between two numbers can.
+    Only what the first rounding left halfway between two numbers can. They are so few that NumPy is the better tool:
+    each call of torch lets other threads have the interpreter, and getting it back takes longer than these.
     """
     mark = arena.mark()
-    single = arena.take(torch.float32, values.numel()).copy_(values)
-    out.copy_(single)
-    bits = single.view(torch.int32)
-    lower_half = torch.bitwise_left_shift(bits, 16, out=arena.take(torch.int32, values.numel()))
-    places = _halfway(lower_half)
-    if places.numel():
-        exact, halfway = values[places].abs(), single[places].double().abs()
-        towards_zero = bits[places] >> 16
+    halves = arena.take(torch.int16, 2 * values.numel())
+    arena.give_back(mark)
+    single = arena.take(torch.float32, values.numel())  # in the same memory
+    out.copy_(single.copy_(values))
+    places = _halfway(halves)
+    if len(places):
+        rounded = single.numpy()
+        exact, halfway = values.numpy()[places], rounded[places].astype(np.float64)
         wrong = exact != halfway
-        mended = torch.where(exact > halfway, towards_zero + 1, towards_zero)[wrong]
-        out.view(torch.int16)[places[wrong]] = mended.to(torch.int16)
+        towards_zero = (rounded.view(np.int32)[places] >> 16).astype(np.int16)
+        mended = towards_zero + (np.abs(exact) > np.abs(halfway))
+        out.view(torch.int16).numpy()[places[wrong]] = mended[wrong]
     arena.give_back(mark)
 
 
-def _halfway(lower_half: torch.Tensor) -> torch.Tensor:
-    """Return the places that hold `_HALFWAY`: those rows first that have any, for comparing all takes much longer."""
-    whole = lower_half.numel() // _ROW * _ROW
-    table = lower_half[:whole].view(-1, _ROW)
-    rows = (table.amin(1) == _HALFWAY).nonzero().view(-1)
-    found = (table[rows] == _HALFWAY).nonzero()
-    places = rows[found[:, 0]] * _ROW + found[:, 1]
-    if whole == lower_half.numel():
-        return places
-    rest = (lower_half[whole:] == _HALFWAY).nonzero().view(-1) + whole
-    return torch.cat((places, rest))
+def _halfway(halves: torch.Tensor) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """Return the places whose lower half is `_HALFWAY`: rows that have any first, for comparing all takes longer."""
+    whole = halves.numel() // (2 * _ROW) * (2 * _ROW)
+    rows = (halves[:whole] if whole < halves.numel() else halves).view(-1, 2 * _ROW)
+    # Upper halves are in these as well. One of the same bits, of minus zero for one, costs a look and nothing else.
+    candidates = np.flatnonzero(rows.amin(1).numpy() == _HALFWAY)
+    row, column = np.divmod(np.flatnonzero(rows.numpy()[candidates][:, _LOWER_HALF::2] == _HALFWAY), _ROW)
+    found = candidates[row] * _ROW + column
+    if whole == halves.numel():
+        return found
+    rest = np.flatnonzero(halves[whole:].numpy()[_LOWER_HALF::2] == _HALFWAY) + whole // 2
+    return np.concatenate((found, rest))
 
 
 def _round_to_integer(out: torch.Tensor, values: torch.Tensor) -> None:

@@ -199,6 +199,20 @@ def test_rounding_once(dtype):
         assert not torch.equal(values.to(dtype).double(), out.double()), "torch rounds once by now: do as it does"
 
 
+@pytest.mark.parametrize("count", [256, 1000, 70_000])
+def test_minus_zeros_hide_nothing(count):
+    """Minus zero has the bits that are looked for; what has to be mended among a tile full of them still is."""
+    values = torch.full((count,), -0.0, dtype=torch.float64)
+    above_halfway = math.nextafter(1 + 2**-8, math.inf)
+    values[0], values[count // 2], values[-1] = above_halfway, -above_halfway, above_halfway
+    out = torch.empty(count, dtype=torch.bfloat16)
+    round_into(out, values.clone(), Arena(1 << 22))
+    expected = values.clone()
+    expected[0], expected[count // 2], expected[-1] = 1 + 2**-7, -1 - 2**-7, 1 + 2**-7
+    assert torch.equal(out.double(), expected)
+    assert int(torch.signbit(out).sum()) == count - 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2], ids=str)
 def test_infinity_and_nan(dtype):
     """They go through a mean as through any sum; a NaN has the same bits wherever in a tile it stands."""
