@@ -53,6 +53,8 @@ def timeline(runs: Mapping[str, tuple[Sequence[tuple[float, int]], int]], path: 
 def peaks(rows: Mapping[str, Mapping[float, Sequence[float]]], path: Path, title: str, axis: str) -> None:
     """Draw peak server memory (bytes) against a number; several measurements of a point show as a range."""
     figure, axes = _figure(title)
+    ends = {mode: median(points[max(points)]) / GIB for mode, points in rows.items()}
+    heights = _apart(ends, 0.045 * max(ends.values()))
     for mode, points in rows.items():
         xs = sorted(points)
         middle = [median(points[x]) / GIB for x in xs]
@@ -62,12 +64,21 @@ def peaks(rows: Mapping[str, Mapping[float, Sequence[float]]], path: Path, title
             xs, middle, yerr=[low, high], color=COLOURS[mode], marker=MARKERS[mode], capsize=3, label=NAMES[mode]
         )
         axes.annotate(
-            f"{middle[-1]:.2f}", (xs[-1], middle[-1]), textcoords="offset points", xytext=(6, 4), color=COLOURS[mode]
+            f"{middle[-1]:.2f}", (xs[-1], heights[mode]), textcoords="offset points", xytext=(8, 0), color=COLOURS[mode]
         )
     axes.set_xlabel(axis)
     axes.set_ylabel("server process, peak anonymous memory in GiB")
     axes.set_xticks(sorted({x for points in rows.values() for x in points}))
     _finish(figure, axes, path)
+
+
+def _apart(ends: Mapping[str, float], least: float) -> dict[str, float]:
+    """Return a height for the number at the end of each line, none closer to the next than it takes to read both."""
+    heights: dict[str, float] = {}
+    height = -least
+    for mode in sorted(ends, key=lambda mode: ends[mode]):
+        heights[mode] = height = max(ends[mode], height + least)
+    return heights
 
 
 def round_times(rows: Mapping[str, Sequence[float]], path: Path, title: str) -> None:

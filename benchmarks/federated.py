@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main benchmark: the same federated job on stock NVFlare and on nvflare-lazy, side by side.
 
-    python -m benchmarks.federated --size quick            about three minutes
+    python -m benchmarks.federated --size quick            about two minutes
     python -m benchmarks.federated --size full             about twenty, with the 1 GiB model
     python -m benchmarks.federated --size full --poc       and a local deployment with external trainers
 
@@ -47,6 +47,7 @@ class Plan:
     tensors: int = 64
     rounds: int = 2
     poc_mib: int = 512
+    poc_repeats: int = 2
 
     def cases(self) -> Iterator[tuple[str, int, int]]:
         """Yield mode, clients and MiB of every run, modes alternating."""
@@ -60,10 +61,8 @@ class Plan:
 
 
 PLANS = {
-    "quick": Plan(64, (1, 2), (16,), ("stock", "lazy", "lazy-both"), 1),
-    "full": Plan(
-        1024, (1, 2, 4), (256, 512, 1024), ("stock", "offload", "component", "lazy", "lazy-both"), 2, rounds=3
-    ),
+    "quick": Plan(64, (1, 2), (), ("stock", "offload", "component", "lazy", "lazy-both"), 1),
+    "full": Plan(1024, (1, 2, 4), (256, 512, 1024), ("stock", "offload", "component", "lazy", "lazy-both"), 3),
 }
 
 
@@ -137,10 +136,10 @@ def _by_process(samples: list[Sample]) -> dict[str, list[tuple[float, int, int, 
 
 
 def run_all(plan: Plan, *, poc: bool, done: int) -> Iterator[Record]:
-    """Run every case of the plan but the first ones, and an idle job of a few KiB for each mode."""
-    cases: list[tuple[str, int, float, str]] = [(mode, 2, 1 / 256, "sim") for mode in plan.modes]
+    """Run every case of the plan but the first ones, and before them idle jobs of a few KiB."""
+    cases: list[tuple[str, int, float, str]] = [(mode, 2, 1 / 256, "sim") for mode in _SIDE_MODES]
     cases += [(*case, "sim") for case in plan.cases()]
-    cases += [(mode, 2, plan.poc_mib, "poc") for mode in (_SIDE_MODES if poc else ())]
+    cases += [(mode, 2, plan.poc_mib, "poc") for mode in (_SIDE_MODES if poc else ()) * plan.poc_repeats]
     for mode, clients, mib, env in cases[done:]:
         yield measure(mode, clients, mib, plan, env)
 
@@ -172,8 +171,9 @@ def render(records: list[Record], about: dict[str, Any], out: Path) -> None:
         "rounds, a later round that without the first one, in which every process meets its memory for the first time;",
         "both the median of all repetitions, with their range, and beside stock NVFlare. Page cache is what the whole",
         "machine's grew by: it is given back when anybody needs it. Written is what all processes together had written",
-        "to the disk. A range is as wide as the repetitions say: one of a single run says nothing about noise.",
+        "to the disk.",
         "",
+        *_noise(list(groups.values())),
         *(["The run was broken off, and resumed from there.", ""] if about.get("resumed") else []),
         *(
             f"A run of {charts.NAMES[r.mode]} with {r.clients} clients and {r.model_mib} MiB failed, the server at "
@@ -200,15 +200,36 @@ def render(records: list[Record], about: dict[str, Any], out: Path) -> None:
     (out / "README.md").write_text("\n".join([*lines, "", *_pictures(groups, out), ""]))
 
 
+def _noise(cases: list[list[Record]]) -> list[str]:
+    """Say how far apart repetitions are: by that a single run, and another run of the command, can be judged."""
+    repeated = [runs for runs in cases if len(runs) > 1]
+    if not repeated:
+        return ["Every case ran once: nothing here says how much of a difference is noise.", ""]
+
+    def spread(values: list[float]) -> float:
+        return max(abs(value / median(values) - 1) for value in values)
+
+    seconds = max(spread([mean(r.round_seconds) for r in runs]) for runs in repeated)
+    memory = max(spread([float(r.server_peak) for r in runs]) for runs in repeated)
+    return [
+        f"Noise: repetitions of a case are up to {seconds:.0%} from their median in the time of a round, and up to "
+        f"{memory:.0%} in the server's peak.",
+        "A case that ran once may be as far from what it would be in the long run, and a quotient of two of them "
+        "twice as far.",
+        "",
+    ]
+
+
 def _beside(runs: list[Record], stock: list[Record], first: int) -> str:
-    """Say how long a round takes, from a certain one on, and how long beside stock NVFlare."""
+    """Say how long a round takes, from a certain one on, with the range, and how long beside stock NVFlare."""
     mine, theirs = ([mean(r.round_seconds[first:]) for r in some] for some in (runs, stock))
     ratio = "" if runs is stock else f", {median(mine) / median(theirs):.2f} ×"
-    return f"{median(mine):.1f} s ({min(mine):.1f} to {max(mine):.1f}){ratio}"
+    extent = f" ({min(mine):.1f} to {max(mine):.1f})" if len(mine) > 1 else ""
+    return f"{median(mine):.1f} s{extent}{ratio}"
 
 
 def _pictures(groups: dict[tuple[str, int, int, str], list[Record]], out: Path) -> list[str]:
-    simulated = {key[1:]: runs for key, runs in groups.items() if key[0] == "sim" and key[1]}
+    simulated = {key[1:]: runs for key, runs in groups.items() if key[0] == "sim"}
     main_mib = max({mib for mib, _, _ in simulated}, key=lambda mib: sum(m == mib for m, _, _ in simulated))
     most = max(clients for mib, clients, _ in simulated if mib == main_mib)
     by_clients: dict[str, dict[float, list[float]]] = defaultdict(dict)
