@@ -109,14 +109,21 @@ class RoundLog:
         self._lock = threading.RLock()
         self._record: RoundRecord | None = None
         self._started = 0.0
+        self._announced = True
         self._sent: dict[str, float] = {}
         self._results: dict[str, ContributionRecord] = {}
         self._reasons: dict[str, str] = {}
 
-    def start_round(self, number: int | None) -> None:
-        """Begin a round."""
+    def start_round(self, number: int | None, *, announced: bool = True) -> None:
+        """Begin a round.
+
+        Args:
+            number: Its number.
+            announced: Whether the controller says so. One that does not may have no rounds of contributions, so then
+                nothing is written down of a round without any.
+        """
         with self._lock:
-            self._record, self._started = RoundRecord(number), time.monotonic()
+            self._record, self._started, self._announced = RoundRecord(number), time.monotonic(), announced
             self._sent.clear()
             self._results.clear()
             self._reasons.clear()
@@ -176,7 +183,8 @@ class RoundLog:
         """End the round, if there is one, and write down what it came to."""
         with self._lock:
             record, self._record = self._record, None
-            if record is None:
+            settled = any(result.accepted is not None for result in self._results.values())
+            if record is None or not (settled or self._announced):
                 return None
             accepted = [client for client, result in self._results.items() if result.accepted]
             record.took_part = sorted(set(record.took_part or accepted) - self._reasons.keys())

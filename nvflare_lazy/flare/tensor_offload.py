@@ -84,6 +84,7 @@ class TensorOffload(FLComponent):
         self._engine: Any = None
         self._scratch: JobScratch | None = None
         self._log: RoundLog | None = None
+        self._round: int | None = None
         keep_little_free_memory()
         register()
 
@@ -97,9 +98,7 @@ class TensorOffload(FLComponent):
         elif event_type == EventType.AFTER_TASK_RESULT_FILTER:
             self._check(fl_ctx)
         elif event_type == AppEventType.ROUND_STARTED:
-            self._end_round()
-            if self._log is not None:
-                self._log.start_round(fl_ctx.get_prop(AppConstants.CURRENT_ROUND))
+            self._start_round(fl_ctx.get_prop(AppConstants.CURRENT_ROUND))
         elif event_type == AppEventType.AFTER_CONTRIBUTION_ACCEPT:
             self._note_settled(fl_ctx)
         elif event_type in (AppEventType.AFTER_LEARNABLE_PERSIST, EventType.END_WORKFLOW):
@@ -142,9 +141,14 @@ class TensorOffload(FLComponent):
     # ---- one result ----------------------------------------------------------------------------------------------
 
     def _note_sent(self, fl_ctx: FLContext) -> None:
-        client = _peer(fl_ctx)
-        if self._log is not None and client:
-            self._log.sent(client)
+        client, task = _peer(fl_ctx), fl_ctx.get_prop(FLContextKey.TASK_DATA)
+        number = task.get_header(AppConstants.CURRENT_ROUND) if isinstance(task, Shareable) else None
+        if self._log is None or not client:
+            return
+        if number is not None and number != self._round:
+            # NVFlare's SCAFFOLD, for one, does not say that a round starts.
+            self._start_round(number, announced=False)
+        self._log.sent(client)
 
     def _note_received(self, fl_ctx: FLContext) -> None:
         client, result = _peer(fl_ctx), _result_of(fl_ctx)
@@ -191,6 +195,12 @@ class TensorOffload(FLComponent):
         self._log.settled(client, accepted=bool(fl_ctx.get_prop(AppConstants.AGGREGATION_ACCEPTED)))
 
     # ---- one round -----------------------------------------------------------------------------------------------
+
+    def _start_round(self, number: int | None, *, announced: bool = True) -> None:
+        self._end_round()
+        self._round = number
+        if self._log is not None:
+            self._log.start_round(number, announced=announced)
 
     def _end_round(self) -> None:
         if self._log is None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,8 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, ReservedKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.executors.client_api_executor import ClientAPIExecutor
 from nvflare.private.fed.client.client_runner import TaskRouter
@@ -123,6 +126,32 @@ def test_what_came_is_all_that_came(fl_ctx, tmp_path, caplog):
     component.handle_event(AppEventType.AFTER_CONTRIBUTION_ACCEPT, fl_ctx)
     component.handle_event(EventType.END_RUN, fl_ctx)
     assert "round 0: result of site-1: 3.0 KiB in 3 tensors, in memory" in caplog.text
+
+
+def test_a_controller_that_announces_no_rounds(fl_ctx, tmp_path, caplog):
+    """A round begins with its first task and ends with the model; without contributions there is nothing to tell."""
+    caplog.set_level("INFO")
+    component = TensorOffload(str(tmp_path / "root"))
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    for number in range(3):
+        task = Shareable()
+        task.set_header(AppConstants.CURRENT_ROUND, number)
+        fl_ctx.set_prop(FLContextKey.TASK_DATA, task)
+        come(fl_ctx, DXO(DataKind.WEIGHTS, data={"w": torch.zeros(256)}).to_shareable())
+        component.handle_event(EventType.AFTER_TASK_DATA_FILTER, fl_ctx)
+        component.handle_event(EventType.BEFORE_TASK_RESULT_FILTER, fl_ctx)
+        if number != 1:
+            fl_ctx.set_prop(AppConstants.AGGREGATION_ACCEPTED, True)
+            component.handle_event(AppEventType.AFTER_CONTRIBUTION_ACCEPT, fl_ctx)
+    component.handle_event(AppEventType.AFTER_LEARNABLE_PERSIST, fl_ctx)
+    # A task that comes after the last round, such as one of an evaluation.
+    component.handle_event(EventType.AFTER_TASK_DATA_FILTER, fl_ctx)
+    component.handle_event(EventType.END_RUN, fl_ctx)
+    assert re.findall(r"round (\d) done .*: (1 of 1) clients, 1.0 KiB", caplog.text) == [
+        ("0", "1 of 1"),
+        ("2", "1 of 1"),
+    ]
+    assert caplog.text.count("done") == 2
 
 
 @pytest.mark.parametrize(("task", "code"), [("train", ReturnCode.OK), ("submit_model", "EXECUTION_RESULT_ERROR")])
