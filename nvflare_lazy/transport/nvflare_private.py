@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
+from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.byte_streamer import TxTask
 from nvflare.fuel.f3.streaming.download_service import (
     DownloadService,
@@ -23,6 +24,8 @@ from nvflare.fuel.f3.streaming.transfer_progress import TransferProgressState
 from nvflare.fuel.utils.fobs import FOBSContextKey
 from nvflare.fuel.utils.fobs import fobs as registry
 from nvflare.fuel.utils.fobs.decomposers import via_downloader as stock_via_downloader
+
+from nvflare_lazy.transport.timer_queue import TimerQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,6 +131,21 @@ def free_what_was_sent() -> None:
 
     stop_and_free.frees = True  # type: ignore[attr-defined]
     TxTask.stop = stop_and_free
+
+
+_FORGETTING = TimerQueue("nvflare_lazy_forget")
+
+
+def forget_what_was_received_on_one_thread() -> None:
+    """Let one thread remove NVFlare's notes of what was received, and not one for each message."""
+
+    def schedule(self: Any, ttl: float | None = None) -> None:
+        with self.stop_lock:
+            if self.cleanup_timer is None:
+                seconds = self.completed_task_ttl if ttl is None else ttl
+                self.cleanup_timer = _FORGETTING.call_later(seconds, self._remove_task)
+
+    RxTask._schedule_remove_task = schedule
 
 
 # ---- the receiving side --------------------------------------------------------------------------------------------

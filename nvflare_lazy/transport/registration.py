@@ -84,6 +84,7 @@ def register() -> Registration:
         torch.Tensor by nvflare_lazy.transport.decomposers.LazyTensorDecomposer; ...
     """
     nvflare_private.free_what_was_sent()
+    nvflare_private.forget_what_was_received_on_one_thread()
     handlers = tuple(_put(kind) for kind in _KINDS)
     registration = Registration(handlers)
     if any(handler.replaced for handler in handlers) or not _said:

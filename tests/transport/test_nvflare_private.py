@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from nvflare.apis.signal import Signal
-from nvflare.fuel.f3.streaming import byte_streamer, cacheable, download_service
+from nvflare.fuel.f3.streaming import byte_receiver, byte_streamer, cacheable, download_service
 from nvflare.fuel.f3.streaming.download_service import DownloadService
 from nvflare.fuel.utils.fobs import fobs as registry
 from nvflare.fuel.utils.fobs.decomposers import via_downloader
@@ -60,6 +60,8 @@ def test_registry():
         (DownloadService, "_unregister_source_download", ["source_fqcn", "ref_id", "signal"]),
         (via_downloader._DecomposeCtx, "add_item", ["self", "item"]),
         (byte_streamer.TxTask, "stop", ["self", "error", "notify"]),
+        (byte_receiver.RxTask, "_schedule_remove_task", ["self", "ttl"]),
+        (byte_receiver.RxTask, "_remove_task", ["self"]),
         (via_downloader.ViaDownloaderDecomposer, "_finalize_download_tx", ["self", "mgr"]),
         (via_downloader.ViaDownloaderDecomposer, "_create_downloadable", ["self", "fobs_ctx"]),
         (via_downloader.ViaDownloaderDecomposer, "_download_from_remote_cell", ["self", "fobs_ctx", "ref"]),
