@@ -30,7 +30,7 @@ from nvflare_lazy.transport import manifest as manifests
 from nvflare_lazy.transport import nvflare_private, wire
 from nvflare_lazy.transport.fetching import Fetch, Link
 from nvflare_lazy.transport.read_ahead import ReadAhead
-from nvflare_lazy.transport.whole_items import FIRST_ANSWER_BYTES, FIRST_ANSWERS
+from nvflare_lazy.transport.whole_items import FIRST_ANSWER_BYTES, TURNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.transport.families import Family
     from nvflare_lazy.transport.manifest import Manifest
     from nvflare_lazy.transport.sinks import Sink
+    from nvflare_lazy.transport.whole_items import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class PayloadConsumer(Consumer):
         self._peer = "the sender"
         self._progress: ProgressRelay | None = None
         self._cancel = _LinkedSignal()
+        self._first_answer: Turn | None = None
 
     # ---- what a subclass does ----------------------------------------------------------------------------------
 
@@ -106,6 +108,14 @@ class PayloadConsumer(Consumer):
         """Call the download off, from any thread."""
         self._cancel.trigger(reason)
 
+    def wait_for_turn(self) -> None:
+        """Wait until the first answer may come, with a whole tensor in it if the sender is without this package."""
+        self._first_answer = TURNS.take(FIRST_ANSWER_BYTES)
+
+    def end_turn(self) -> None:
+        """Nothing of the first answer is in memory any more."""
+        TURNS.end(self._first_answer)
+
     def consume(self, ref_id: str, state: dict[str, Any], data: Any) -> dict[str, Any]:
         """Take one reply of the sender; see `Consumer`."""
         try:
@@ -123,7 +133,7 @@ class PayloadConsumer(Consumer):
         offer = wire.Offer.from_state(state.get(wire.KEY))
         if offer is None or data or self._blocked:
             return self._take_items(self._link, state, data)
-        FIRST_ANSWERS.end(self)
+        self.end_turn()
         try:
             self._take_segments(self._link, offer)
         except SegmentsBlockedError as error:
@@ -142,9 +152,10 @@ class PayloadConsumer(Consumer):
                 self.nbytes += sum(map(len, data))
                 if self._progress is not None:
                     self._progress.bytes_came(self.nbytes)
-                data = []
+                # Emptied, not just let go: NVFlare's loop keeps the first list until the download is over.
+                data.clear()
                 ahead.written()
-                FIRST_ANSWERS.end(self)
+                self.end_turn()
                 answer = ahead.take(state)
                 if answer is None or link.abort.triggered:
                     return state
@@ -212,7 +223,7 @@ def receive(consumer: PayloadConsumer, link: Link, progress_cb: Callable[..., No
     try:
         with nvflare_private.source_signal(link.cell, link.from_fqcn, link.ref_id, link.abort) as signal:
             attached = consumer.attach(replace(link, abort=signal), relay)
-            FIRST_ANSWERS.take(consumer, FIRST_ANSWER_BYTES)
+            consumer.wait_for_turn()
             download_object(
                 from_fqcn=link.from_fqcn,
                 ref_id=link.ref_id,
@@ -228,7 +239,7 @@ def receive(consumer: PayloadConsumer, link: Link, progress_cb: Callable[..., No
         if consumer.failure is None:
             consumer.failure = error
     finally:
-        FIRST_ANSWERS.end(consumer)
+        consumer.end_turn()
     failure = consumer.failure
     if failure is None:
         logger.info(

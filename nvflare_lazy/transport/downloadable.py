@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nvflare_lazy.transport.families import Family
+    from nvflare_lazy.transport.whole_items import Turn
 
 
 class PayloadDownloadable(Downloadable):
@@ -41,6 +42,7 @@ class PayloadDownloadable(Downloadable):
         self._payload = Payload(values, family)
         self._cell = cell
         self._ref_id: str | None = None
+        self._turns: dict[str, Turn] = {}
 
     def set_transaction(self, tx_id: str, ref_id: str) -> None:
         """Start to answer requests for segments."""
@@ -68,9 +70,11 @@ class PayloadDownloadable(Downloadable):
         if state:
             start = _count(state.get(nvflare_private.START, 0)) + _count(state.get(nvflare_private.COUNT, 0))
         if start >= self.size:
-            TURNS.end((self, requester))
+            TURNS.end(self._turns.pop(requester, None))
             return ProduceRC.EOF, None, {}
-        TURNS.take((self, requester), self._payload.stock_item_nbytes(start))
+        # What was on its way to this receiver has arrived, or it would not ask.
+        before = self._turns.get(requester)
+        self._turns[requester] = TURNS.take(self._payload.stock_item_nbytes(start), after=before)
         items = [self.produce_item(start)]
         total = len(items[0])
         while start + len(items) < self.size:

@@ -8,7 +8,6 @@ segments, and finds out only with the first reply whether there is one.
 from __future__ import annotations
 
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
 
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
@@ -17,22 +16,19 @@ from nvflare.fuel.f3.streaming.download_service import OBJ_DOWNLOADER_CHANNEL, O
 from nvflare.fuel.f3.streaming.stream_utils import download_request_thread_pool
 
 from nvflare_lazy.transport import nvflare_private
-from nvflare_lazy.transport.budget import BUDGET
+from nvflare_lazy.transport.whole_items import TURNS
 
 if TYPE_CHECKING:
     from nvflare_lazy.transport.fetching import Link
-
-# Longer than an item takes from a peer that is worth waiting for.
-_SLOW_SECONDS = 5.0
-_LOOK_UP_SECONDS = 0.5
+    from nvflare_lazy.transport.whole_items import Turn
 
 
 class ReadAhead:
     """Asks for the items after those that are here.
 
     Anything but items is left to NVFlare's own loop, which asks again: it knows what to do about the end, and about
-    failures. What is asked for is within the budget of the process: a stock item is a whole tensor, and several copies
-    of it are in memory until it is written.
+    failures. Items come in turns: a stock item is a whole tensor, and several copies of it are in memory until it is
+    written.
 
     Args:
         link: Where the items come from.
@@ -42,42 +38,37 @@ class ReadAhead:
         self._link = link
         self._future: Future[Any] | None = None
         self._size = 0
-        self._held = 0
-        self._ahead = 0
+        self._here: Turn | None = None
+        self._ahead: Turn | None = None
 
     def ask_if_there_is_room(self, state: dict[str, Any], size: int) -> None:
-        """Ask for what comes after `state`, without waiting for it, if the budget of the process allows one more.
+        """Ask for what comes after `state`, without waiting for it, if nobody else waits for a turn.
 
         Args:
             state: What has come.
             size: Bytes that the answer will have, as far as one can tell.
         """
         self._size = max(1, size)
-        if BUDGET.take(self._size, holding=max(1, self._held)):
-            self._ahead = self._size
+        self._ahead = TURNS.take_if_free(self._size)
+        if self._ahead is not None:
             self._future = download_request_thread_pool.submit(self._request, state)
 
     def written(self) -> None:
         """The items that had come are written."""
-        BUDGET.give_back(self._held)
-        self._held, self._ahead = self._ahead, 0
+        TURNS.end(self._here)
 
     def take(self, state: dict[str, Any]) -> tuple[dict[str, Any], list[Any]] | None:
         """Wait for the answer, asking first if there was no room before; None if it is anything but items."""
-        if self._future is None:
-            while not self._link.abort.triggered and not self._held:
-                if BUDGET.take(self._size, holding=0, timeout=_LOOK_UP_SECONDS):
-                    self._held = self._size
+        if self._ahead is None:
+            abort = self._link.abort
+            self._here = TURNS.take(self._size, after=self._here, give_up=lambda: abort.triggered)
             self._future = download_request_thread_pool.submit(self._request, state)
+        else:
+            self._here, self._ahead = self._ahead, None
         future, self._future = self._future, None
         if future is None:
             return None
-        try:
-            reply = future.result(_SLOW_SECONDS)
-        except FutureTimeoutError:
-            # Whoever is that slow has little in memory here, and must not keep the others waiting.
-            self.let_go()
-            reply = future.result()
+        reply = future.result()
         payload = reply.payload
         if reply.get_header(MessageHeaderKey.RETURN_CODE) != ReturnCode.OK or not isinstance(payload, dict):
             return None
@@ -87,9 +78,9 @@ class ReadAhead:
         return (following, items) if isinstance(following, dict) and isinstance(items, list) else None
 
     def let_go(self) -> None:
-        """Give back what is held of the budget."""
-        BUDGET.give_back(self._held + self._ahead)
-        self._held = self._ahead = 0
+        """End the turns."""
+        TURNS.end(self._here)
+        TURNS.end(self._ahead)
 
     def _request(self, state: dict[str, Any]) -> Any:
         link = self._link

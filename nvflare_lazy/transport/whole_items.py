@@ -1,54 +1,106 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many whole tensors are on their way to receivers without this package at a time, in bytes.
+"""How many whole tensors are on their way at a time, to and from peers without this package, in bytes.
 
-NVFlare holds several copies of a message until it is sent, so sending a model to many clients at once takes as much
-memory as there are clients. Here they take turns, tensor by tensor; those who are slow do not keep others waiting.
+NVFlare holds several copies of a message while it is sent or received, so a model that goes to many clients at once,
+or comes from them, takes as much memory as there are clients. Here they take turns, tensor by tensor, in the order in
+which they asked; those who are slow do not keep others waiting, and need not wait.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from nvflare_lazy.transport.budget import BUDGET
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable
 
     from nvflare_lazy.transport.budget import InflightBudget
 
-# A receiver that has not come back for the next tensor by then is slow, and little of its tensor is still in memory.
+# A tensor that is still on its way by then is with a slow peer: it no longer counts, and that peer does not wait for
+# its next one, since waiting would take it longer than it keeps memory from others.
 _SLOW_SECONDS = 5.0
-# Nobody waits longer than this for a turn: a request that is not answered for long looks like a dead sender.
+# A receiver does not wait longer than this for a turn: a request that is not answered for long looks like a dead peer.
 _PATIENCE_SECONDS = 2.0
+_LOOK_UP_SECONDS = 0.2
+
+
+class Turn:
+    """A whole tensor on its way.
+
+    Args:
+        nbytes: How long it is.
+    """
+
+    __slots__ = ("_since", "nbytes", "slow")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.slow = False
+        self._since = time.monotonic()
+
+    def note_age(self) -> None:
+        """Find out whether it takes too long."""
+        self.slow = self.slow or time.monotonic() - self._since > _SLOW_SECONDS
 
 
 class Turns:
-    """Who has a tensor on its way.
+    """Which whole tensors are on their way.
 
     Args:
-        budget: Its limit is the limit here, too; what is received does not count against what is sent.
+        budget: Its limit is the limit here, too; segments do not count against whole tensors.
     """
 
     def __init__(self, budget: InflightBudget) -> None:
         self._budget = budget
         self._changed = threading.Condition()
-        self._taken: dict[Hashable, tuple[int, float]] = {}
+        self._taken: set[Turn] = set()
+        self._line: deque[object] = deque()
+        self._tidy: Callable[[], None] | None = None
 
-    def take(self, receiver: Hashable, nbytes: int) -> None:
-        """Wait for a turn to send so much; what was on its way to this receiver has arrived, or it would not ask."""
-        with self._changed:
-            self._drop(receiver)
-            deadline = time.monotonic() + _PATIENCE_SECONDS
-            while not self._fits(nbytes) and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(min(left, 0.2))
-            self._taken[receiver] = (nbytes, time.monotonic())
+    def tidy_with(self, function: Callable[[], None] | None) -> None:
+        """Call a function each time a whole tensor is gone: their buffers are all over the heap."""
+        self._tidy = function
 
-    def end(self, receiver: Hashable) -> None:
-        """Nothing is on its way to this receiver any more."""
+    def take(self, nbytes: int, *, after: Turn | None = None, give_up: Callable[[], bool] | None = None) -> Turn:
+        """Wait for a turn.
+
+        Args:
+            nbytes: How long the tensor is.
+            after: The turn before this one of the same peer; it ends now.
+            give_up: Says when waiting makes no sense any more; it does not after a little while, if not given.
+        """
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        place = object()
         with self._changed:
-            self._drop(receiver)
+            self._end(after)
+            self._line.append(place)
+            try:
+                while not (after is not None and after.slow) and not (self._line[0] is place and self._fits(nbytes)):
+                    if give_up() if give_up is not None else time.monotonic() > deadline:
+                        break
+                    self._changed.wait(_LOOK_UP_SECONDS)
+            finally:
+                self._line.remove(place)
+                self._changed.notify_all()
+            turn = self._add(nbytes)
+        if after is not None:
+            self._tidy_up()
+        return turn
+
+    def take_if_free(self, nbytes: int) -> Turn | None:
+        """Take a turn that nobody else waits for, if there is one."""
+        with self._changed:
+            return None if self._line or not self._fits(nbytes) else self._add(nbytes)
+
+    def end(self, turn: Turn | None) -> None:
+        """Nothing of that tensor is in memory any more."""
+        with self._changed:
+            self._end(turn)
+        self._tidy_up()
 
     @property
     def used(self) -> int:
@@ -56,25 +108,37 @@ class Turns:
         with self._changed:
             return self._used()
 
+    def _tidy_up(self) -> None:
+        tidy = self._tidy
+        if tidy is not None:
+            tidy()
+
+    def _add(self, nbytes: int) -> Turn:
+        turn = Turn(nbytes)
+        self._taken.add(turn)
+        return turn
+
+    def _end(self, turn: Turn | None) -> None:
+        if turn in self._taken:
+            turn.note_age()
+            self._taken.remove(turn)
+            self._changed.notify_all()
+
     def _fits(self, nbytes: int) -> bool:
         used = self._used()
-        return not used or used + nbytes <= self._budget.limit
+        # A tensor travels with a header, and those that just fit without it shall fit with it.
+        return not used or used + nbytes <= self._budget.limit + self._budget.limit // 16
 
     def _used(self) -> int:
-        young = time.monotonic() - _SLOW_SECONDS
-        for receiver in [receiver for receiver, (_, since) in self._taken.items() if since < young]:
-            del self._taken[receiver]
-        return sum(nbytes for nbytes, _ in self._taken.values())
-
-    def _drop(self, receiver: Hashable) -> None:
-        if self._taken.pop(receiver, None) is not None:
-            self._changed.notify_all()
+        for turn in list(self._taken):
+            turn.note_age()
+            if turn.slow:
+                self._taken.remove(turn)
+        return sum(turn.nbytes for turn in self._taken)
 
 
 TURNS = Turns(BUDGET)
 
-#: Whose first answer is on its way here: from a sender without this package it comes with a whole tensor in it, before
-#: there is a chance to ask for less.
-FIRST_ANSWERS = Turns(BUDGET)
-#: What such a tensor is taken for.
+#: What a first answer is taken for: from a sender without this package it comes with a whole tensor in it, before there
+#: is a chance to ask for less.
 FIRST_ANSWER_BYTES = 16 << 20

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns of whole tensors: in the order of asking, within the budget, and nobody waits for those who are slow."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from nvflare.fuel.f3.message import Message
+from nvflare.fuel.f3.streaming.download_service import ProduceRC
+
+from nvflare_lazy.transport import nvflare_private, whole_items
+from nvflare_lazy.transport.budget import InflightBudget
+from nvflare_lazy.transport.fetching import Link
+from nvflare_lazy.transport.memory_consumer import MemoryConsumer
+from nvflare_lazy.transport.whole_items import TURNS, Turns
+
+
+@pytest.fixture
+def turns():
+    return Turns(InflightBudget(32))
+
+
+def start(function, *args, **kwargs):
+    thread = threading.Thread(target=function, args=args, kwargs=kwargs, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_as_many_as_fit(turns):
+    """Turns are given as long as the budget lasts, and again when one ends."""
+    first, second = turns.take(16), turns.take(16)
+    assert turns.take_if_free(1 << 10) is None
+    assert turns.used == 32
+    turns.end(first)
+    turns.end(first)  # once is enough
+    assert turns.take_if_free(16) is not None
+    turns.end(second)
+    assert turns.used == 16
+
+
+def test_header(turns):
+    """Tensors that just fit may bring their headers."""
+    turns.take(17)
+    assert turns.take_if_free(17) is not None
+
+
+def test_larger_than_the_budget(turns):
+    """A tensor larger than the budget passes, alone."""
+    turn = turns.take(1000)
+    assert turns.take_if_free(1) is None
+    turns.end(turn)
+    assert turns.take_if_free(1) is not None
+
+
+def test_in_the_order_of_asking(turns):
+    """Whoever has just had a turn stands behind those who waited meanwhile."""
+    got = []
+    turn = turns.take(32)
+
+    def ask(name, after=None):
+        mine = turns.take(32, after=after, give_up=lambda: False)
+        got.append(name)
+        turns.end(mine)
+
+    threads = []
+    for place, name in enumerate(("second", "third"), 1):
+        threads.append(start(ask, name))
+        wait_until(lambda place=place: len(turns._line) == place)
+    assert turns.take_if_free(0) is None  # nor does anybody slip in
+    threads.append(start(ask, "first, again", turn))
+    for thread in threads:
+        thread.join(5)
+    assert got == ["second", "third", "first, again"]
+
+
+def test_who_is_slow(turns, monkeypatch):
+    """A tensor that takes long no longer counts, and whoever it went to does not wait for the next one."""
+    monkeypatch.setattr(whole_items, "_SLOW_SECONDS", 0.05)
+    slow = turns.take(32)
+    quick = turns.take(32, give_up=lambda: False)
+    assert slow.slow
+    before = time.monotonic()
+    monkeypatch.setattr(whole_items, "_SLOW_SECONDS", 60)
+    turns.take(32, after=slow, give_up=lambda: False)
+    assert time.monotonic() - before < 1
+    assert turns.used == 64
+    assert not quick.slow
+
+
+def test_patience(turns, monkeypatch):
+    """Without a reason to give up, a receiver is answered after a little while whatever is under way."""
+    monkeypatch.setattr(whole_items, "_PATIENCE_SECONDS", 0.1)
+    turns.take(32)
+    turns.take(32)
+    assert turns.used == 64
+
+
+def test_giving_up(turns):
+    """Who has a reason to give up waits until it holds."""
+    turns.take(32)
+    given_up = threading.Event()
+    thread = start(turns.take, 32, give_up=given_up.is_set)
+    time.sleep(0.1)
+    assert thread.is_alive()
+    given_up.set()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_tidying(turns):
+    """Each time a tensor is gone there is something to tidy up, with no lock held."""
+    seen = []
+    turns.tidy_with(lambda: seen.append(turns.used))
+    turn = turns.take(20)
+    turns.end(turns.take(10, after=turn))
+    turns.tidy_with(None)
+    turns.end(turns.take(20))
+    assert seen == [10, 0]
+
+
+def test_first_tensor_is_let_go():
+    """The list that NVFlare keeps until a download is over is empty as soon as its tensor is written."""
+    end = Message({}, {nvflare_private.STATUS: ProduceRC.EOF})
+    cell = SimpleNamespace(send_request=lambda **_: end, core_cell=SimpleNamespace(my_info=SimpleNamespace(fqcn="b")))
+    consumer = Keeping()
+    consumer.attach(Link(cell, "a", "r"))
+    data = [bytes(1000)]
+    assert consumer.consume("r", {"start": 0, "count": 1}, data) == {"start": 0, "count": 1}
+    assert consumer.nbytes == 1000
+    assert data == []
+    assert TURNS.used == 0
+
+
+class Keeping(MemoryConsumer):
+    """Takes items without looking into them."""
+
+    def __init__(self):
+        super().__init__(None)
+
+    def consume_items(self, items, result):
+        return len(items)
