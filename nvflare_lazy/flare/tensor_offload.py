@@ -26,7 +26,7 @@ from nvflare.app_common.app_event_type import AppEventType
 from nvflare_lazy.errors import ScratchError, UnfitResultError
 from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.fit import wrong_shape
-from nvflare_lazy.flare.process_memory import give_back_free_memory, keep_little_free_memory
+from nvflare_lazy.flare.process_memory import FreeMemory, keep_little_free_memory
 from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
 from nvflare_lazy.flare.weights import is_lazy, is_weight
 from nvflare_lazy.scratch import JobScratch, use_job_scratch
@@ -34,6 +34,7 @@ from nvflare_lazy.tensors.sizes import format_size, parse_size
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.failed import failure_of
 from nvflare_lazy.transport.registration import register, registered
+from nvflare_lazy.transport.whole_items import TURNS
 
 DEFAULT_MEMORY_BUDGET = "128MiB"
 _MODEL_KINDS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
@@ -85,6 +86,7 @@ class TensorOffload(FLComponent):
         self._scratch: JobScratch | None = None
         self._log: RoundLog | None = None
         self._round: int | None = None
+        self._memory: FreeMemory | None = None
         keep_little_free_memory()
         register()
 
@@ -110,7 +112,8 @@ class TensorOffload(FLComponent):
 
     def _start(self, fl_ctx: FLContext) -> None:
         found = register()
-        if _trains_elsewhere(fl_ctx):
+        forwards_only = _trains_elsewhere(fl_ctx)
+        if forwards_only:
             keep_little_free_memory(forwards_only=True)
         self._engine = fl_ctx.get_engine()
         job_id = str(fl_ctx.get_job_id("job"))
@@ -120,6 +123,8 @@ class TensorOffload(FLComponent):
             self.system_panic(f"no scratch for tensors: {error}", fl_ctx)
             return
         offload.enable(self._scratch, inflight_bytes=self._inflight_bytes)
+        self._memory = FreeMemory(parse_size(self.memory_budget), forwards_only=forwards_only)
+        TURNS.tidy_with(self._memory.look)
         job_context.set_offload(fl_ctx, self)
         self._log = RoundLog(_records(fl_ctx), self._say, self._measure)
         job_context.set_round_log(fl_ctx, self._log)
@@ -133,6 +138,7 @@ class TensorOffload(FLComponent):
     def _end(self) -> None:
         self._end_round()
         offload.reset()
+        TURNS.tidy_with(None)
         scratch, self._scratch = self._scratch, None
         if scratch is not None:
             use_job_scratch(None)
@@ -208,7 +214,8 @@ class TensorOffload(FLComponent):
         scratch = self._scratch
         used, peak = (scratch.used, scratch.peak) if scratch is not None else (0, 0)
         if self._log.end_round(scratch_bytes=used, scratch_peak_bytes=peak) is not None:
-            give_back_free_memory()
+            if self._memory is not None:
+                self._memory.note_rest()
             if not registered().complete:
                 self.logger.warning("other handlers took the place of ours: %s; taking it back", registered())
                 register()

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Giving free memory back: not before there is too much of it, and not again and again when it is in use."""
+
+from __future__ import annotations
+
+import pytest
+
+from nvflare_lazy.flare import process_memory
+from nvflare_lazy.flare.process_memory import FreeMemory
+
+MIB = 1 << 20
+
+
+class Process:
+    """A process of a certain size, most of which trimming may give back."""
+
+    def __init__(self):
+        self.used = self.size = 100 * MIB
+        self.trims = 0
+        self.told = []
+
+    def trim(self):
+        self.trims += 1
+        self.size = self.used
+
+
+@pytest.fixture
+def process(monkeypatch):
+    process = Process()
+    monkeypatch.setattr(process_memory, "anonymous_bytes", lambda: process.size)
+    monkeypatch.setattr(process_memory, "trim", process.trim)
+    monkeypatch.setattr(process_memory, "_tell_malloc", process.told.append)
+    return process
+
+
+def test_too_much(process):
+    """Memory is given back when the process has grown by more than it has room for, and not before."""
+    memory = FreeMemory(64 * MIB)
+    process.size = 164 * MIB
+    memory.look()
+    assert process.trims == 0
+    process.size += 1
+    memory.look()
+    memory.look()
+    assert process.trims == 1
+
+
+def test_in_use(process):
+    """What is in use is not asked for each time somebody looks."""
+    memory = FreeMemory(64 * MIB)
+    process.used = process.size = 200 * MIB
+    for _ in range(10):
+        memory.look()
+    assert process.trims == 1
+    process.size += 17 * MIB
+    memory.look()
+    assert process.trims == 2
+
+
+def test_rest(process):
+    """Between rounds everything is given back, and the process may grow from where it was least, not from there."""
+    memory = FreeMemory(64 * MIB)
+    process.used, process.size = 150 * MIB, 160 * MIB
+    memory.note_rest()
+    assert (process.trims, process.size) == (1, 150 * MIB)
+    process.size = 164 * MIB
+    memory.look()
+    assert process.trims == 1
+    process.size += 1
+    memory.look()
+    assert process.trims == 2
+
+
+def test_settings(process, monkeypatch):
+    """When there was too much, the C library keeps less for a moment; without that, nothing changes."""
+    memory = FreeMemory(64 * MIB)
+    memory.look()
+    memory.note_rest()
+    assert process.told == []
+    process.size = 165 * MIB
+    memory.look()
+    memory.look()
+    assert process.told == [process_memory._KEEP_LITTLE]
+    monkeypatch.setattr(process_memory, "_STRICT_SECONDS", -1)
+    memory.look()
+    memory.look()
+    assert process.told == [process_memory._KEEP_LITTLE, process_memory._SETTINGS]
+    process.size = 165 * MIB
+    memory.look()
+    memory.note_rest()
+    assert process.told == [process_memory._KEEP_LITTLE, process_memory._SETTINGS] * 2
