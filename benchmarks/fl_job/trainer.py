@@ -28,10 +28,9 @@ def main() -> None:
     parser.add_argument("--difference", action="store_true", help="send what changed instead of the whole")
     arguments, _ = parser.parse_known_args()
     if arguments.install:
-        # Not `install()`: what is measured receives into memory, unless the client's configuration says otherwise.
-        from nvflare_lazy.transport.registration import register
+        import nvflare_lazy
 
-        register()
+        nvflare_lazy.install()
 
     flare.init()
     name = flare.get_site_name()
