@@ -81,12 +81,16 @@ class Record:
     page_cache_growth: int
     disk_written: int
     round_seconds: list[float]
-    server_timeline: list[tuple[float, int]] = field(default_factory=list)
     failed: bool = False
     #: Of each process by role and number: seconds, RssAnon, RssFile, bytes read from and written to the disk so far.
     processes: dict[str, list[tuple[float, int, int, int, int]]] = field(default_factory=dict)
     #: Seconds, bytes of scratch, of the page cache, and of it what is not on the disk yet.
     machine: list[tuple[float, int, int, int]] = field(default_factory=list)
+
+    def server_timeline(self) -> list[tuple[float, int]]:
+        """Return seconds and RssAnon of the server's job process, and not of those that only started it."""
+        servers = [rows for name, rows in self.processes.items() if name.startswith("server ")]
+        return [row[:2] for row in max(servers, key=lambda rows: max(row[1] for row in rows), default=[])]
 
 
 def measure(mode: str, clients: int, mib: float, plan: Plan, env: str = "sim") -> Record:
@@ -121,7 +125,6 @@ def measure(mode: str, clients: int, mib: float, plan: Plan, env: str = "sim") -
         page_cache_growth=result.page_cache_peak,
         disk_written=sum(written.values()),
         round_seconds=result.round_seconds,
-        server_timeline=[(s.seconds, s.anon) for s in result.samples if s.role == "server"],
         failed=not result.ok,
         processes=_by_process(result.samples),
         machine=[(s.seconds, s.scratch, s.page_cache, s.dirty) for s in result.machine_samples[::_THINNED]],
@@ -244,7 +247,7 @@ def _pictures(groups: dict[tuple[str, int, int, str], list[Record]], out: Path) 
     charts.peaks(by_clients, out / "clients.png", f"{where}, {main_mib} MiB model", "clients")
     charts.peaks(by_model, out / "model.png", f"{where}, 2 clients", "model in MiB")
     charts.timeline(
-        {mode: (runs[0].server_timeline, runs[0].server_peak) for mode, runs in main_case.items()},
+        {mode: (runs[0].server_timeline(), runs[0].server_peak) for mode, runs in main_case.items()},
         out / "timeline.png",
         f"{where}, {main_mib} MiB model, {most} clients",
     )
