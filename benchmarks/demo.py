@@ -53,7 +53,7 @@ def main() -> int:
             f"{min(result.round_seconds):>14.1f} s{result.scratch_peak / MIB:>14.0f} MiB"
         )
     charts.timeline(
-        {r.job.mode: ([(s.seconds, s.anon) for s in r.samples if s.role == "server"], r.server_peak) for r in results},
+        {result.job.mode: (result.server_timeline, result.server_peak) for result in results},
         options.out,
         f"Server memory of one FedAvg job: {options.model_mib} MiB model, {options.clients} clients, "
         f"{options.rounds} rounds, simulator",

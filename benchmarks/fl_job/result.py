@@ -49,6 +49,13 @@ class RunResult:
         return self.peak("server")
 
     @property
+    def server_timeline(self) -> list[tuple[float, int]]:
+        """Seconds and anonymous memory of the server's job process, and not of those that only started it."""
+        servers = [sample for sample in self.samples if sample.role == "server"]
+        job = max(servers, key=lambda sample: sample.anon, default=None)
+        return [(sample.seconds, sample.anon) for sample in servers if job is not None and sample.pid == job.pid]
+
+    @property
     def client_peak(self) -> int:
         """Most anonymous memory any client's job process had."""
         return self.peak("client")
