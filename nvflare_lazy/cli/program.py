@@ -90,8 +90,7 @@ def main() -> NoReturn:
         if signal.getsignal(signum) is signal.SIG_DFL:
             signal.signal(signum, _stop)
     try:
-        code = run(sys.argv[1:])
-        code = _flush() or code
+        code = _flush_after(run(sys.argv[1:]))
     except KeyboardInterrupt:
         _die_of(signal.SIGINT)
     except BrokenPipeError:
@@ -124,15 +123,16 @@ def _fail(error: Exception) -> int:
     return 1
 
 
-def _flush() -> int:
+def _flush_after(code: int) -> int:
+    """Write what is still in memory, and return the exit code; what failed before was told then."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
         _drop_output()
-        return _fail(error)
-    return 0
+        return code or _fail(error)
+    return code
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:

@@ -131,10 +131,12 @@ def test_help_into_a_closed_pipe(start):
     assert process.stderr.read() == b""
 
 
-def test_full_disk(start, model):
-    """Output that did not arrive is an error, told once."""
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_full_disk(start, model, unbuffered):
+    """Output that did not arrive is an error, told once, whether Python keeps output back or not."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
-        process = start("inspect", model, stdout=full)
+        process = start("inspect", model, stdout=full, env=environment)
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (1, b"Error: No space left on device\n")
 
