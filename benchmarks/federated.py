@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main benchmark: the same federated job on stock NVFlare and on nvflare-lazy, side by side.
 
-    python -m benchmarks.federated --size quick            about two minutes
+    python -m benchmarks.federated --size quick            two to three minutes
     python -m benchmarks.federated --size full             about twenty, with the 1 GiB model
     python -m benchmarks.federated --size full --poc       and a local deployment with external trainers
 
