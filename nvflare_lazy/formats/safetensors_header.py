@@ -16,6 +16,7 @@ library in this, and in nothing else:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,6 +57,13 @@ METADATA_KEY = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _MOST_DIMENSIONS = 64
 _MOST_COUNTABLE = (1 << 63) - 1
+
+# An entry as all but a few writers put it: this reads it faster than a JSON parser does.
+_NUMBER = "(?:0|[1-9][0-9]{0,17})"
+_USUAL_ENTRY = re.compile(
+    rf'\{{"dtype":"([A-Z0-9_]+)","shape":\[((?:{_NUMBER}(?:,{_NUMBER}){{0,{_MOST_DIMENSIONS - 1}}})?)\],'
+    rf'"data_offsets":\[({_NUMBER}),({_NUMBER})\]\}}'
+)
 
 
 class TensorSpan(NamedTuple):
@@ -165,7 +173,7 @@ def parse_header(text: Buffer, where: str) -> SafetensorsHeader:
         if key == METADATA_KEY:
             metadata = _metadata(cursor, where)
         else:
-            tensors[key] = _span(cursor.flat_object(), where, key)
+            tensors[key] = _span(_entry(cursor), where, key)
     if not cursor.only_spaces_follow():
         raise HeaderPaddingError(f"{where}: only spaces may follow the header's JSON, up to its given length")
     # Stable: empty tensors keep the order of the header.
@@ -183,6 +191,18 @@ def _metadata(cursor: JsonCursor, where: str) -> dict[str, str]:
             raise InvalidMetadataError(f"{where}: {METADATA_KEY} must hold strings, {quoted(key)} is none")
         metadata[key] = cursor.string()
     return metadata
+
+
+def _entry(cursor: JsonCursor) -> dict[str, Any] | None:
+    match = cursor.take(_USUAL_ENTRY)
+    if match is None:
+        return cursor.flat_object()
+    dtype, shape, begin, end = match.groups()
+    return {
+        "dtype": dtype,
+        "shape": list(map(int, shape.split(","))) if shape else [],
+        "data_offsets": [int(begin), int(end)],
+    }
 
 
 def _span(entry: dict[str, Any] | None, where: str, name: str) -> TensorSpan:
@@ -250,14 +270,16 @@ def _offsets(value: object, where: str, name: str) -> tuple[int, int]:
 
 
 def _check_coverage(tensors: dict[str, TensorSpan], where: str) -> None:
-    reached, last = 0, "the beginning of the data"
+    reached, last = 0, ""
     for name, span in tensors.items():
-        if span.begin > reached:
-            raise OffsetGapError(
-                f"{where}: {span.begin - reached} bytes between {last} and tensor {quoted(name)} belong to no tensor"
-            )
-        if span.begin < reached:
+        if span.begin != reached:
+            before = f"tensor {quoted(last)}" if last or reached else "the beginning of the data"
+            if span.begin > reached:
+                raise OffsetGapError(
+                    f"{where}: {span.begin - reached} bytes between {before} and tensor {quoted(name)} belong to no "
+                    "tensor"
+                )
             raise OffsetOverlapError(
-                f"{where}: tensor {quoted(name)} begins {reached - span.begin} bytes inside {last}"
+                f"{where}: tensor {quoted(name)} begins {reached - span.begin} bytes inside {before}"
             )
-        reached, last = span.end, f"tensor {quoted(name)}"
+        reached, last = span.end, name

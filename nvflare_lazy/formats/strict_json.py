@@ -24,6 +24,8 @@ _MOST_MEMBERS = 1_000_000
 # Longest text of a flat object: 64 dimensions of 20 digits and generous white space.
 _MOST_FLAT_TEXT = 16_384
 
+# As almost all strings are: plain ASCII without escapes.
+_PLAIN_STRING = re.compile(r'"([ !#-\[\]-~]*)"')
 _TOKEN = re.compile(r"[ \t\n\r]*(.?)", re.DOTALL)
 _FLAT_OBJECT = re.compile(rf"[ \t\n\r]*(\{{[^{{}}]{{0,{_MOST_FLAT_TEXT}}}\}})")
 _NESTING_OR_STRING = re.compile(r'["\[\]{}]')
@@ -77,6 +79,9 @@ class JsonCursor:
 
     def string(self) -> str:
         """Take a string."""
+        plain = self.take(_PLAIN_STRING)
+        if plain is not None:
+            return plain[1]
         self._take('"')
         start = self.position - 1
         try:
@@ -92,13 +97,20 @@ class JsonCursor:
             raise self.fault(f"{error}") from None
         return str(value)
 
+    def take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Take what matches from here on, or nothing; the caller vouches that a match is JSON, and whole."""
+        match = pattern.match(self._text, self.position)
+        if match is not None:
+            self.position = match.end()
+        return match
+
     def flat_object(self) -> dict[str, Any] | None:
         """Take an object that holds no other objects, or return None if there is none here (or a very long one)."""
         match = _FLAT_OBJECT.match(self._text, self.position)
         if match is None:
             return None
         try:
-            value = _DECODER.decode(match[1])
+            value, _ = _DECODER.raw_decode(match[1])  # ends where the text does, at its only brace
         except RecursionError:
             raise self.fault("lists nested too deep") from None
         except _DuplicateInObjectError as error:
@@ -146,6 +158,10 @@ class JsonCursor:
         return match[1] if match else ""
 
     def _take(self, expected: str) -> str:
+        found = self._text[self.position : self.position + 1]
+        if found and found in expected:  # as in most files: no white space
+            self.position += 1
+            return found
         match = _TOKEN.match(self._text, self.position)
         found = match[1] if match else ""
         if not found or found not in expected:

@@ -12,10 +12,11 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nvflare_lazy.errors import ReleasedSourceError, SourceError, TruncatedSourceError
-from nvflare_lazy.tensors.shared_work import in_shares
+from nvflare_lazy.tensors.shared_work import LEAST_SHARED_BYTES, in_shares
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -174,13 +175,17 @@ class OpenFile:
     @contextmanager
     def descriptor(self) -> Iterator[int]:
         """Lend the descriptor: it stays open until the block is left, whoever closes the file meanwhile."""
-        descriptor = self._descriptor
-        if descriptor is None:
-            raise ReleasedSourceError(f"{self.path} has been released: read its tensors before that, or materialize()")
+        descriptor = self._lent()
         try:
             yield descriptor.number
         finally:
             del descriptor  # the traceback of an error must not keep the file open
+
+    def _lent(self) -> _Descriptor:
+        descriptor = self._descriptor
+        if descriptor is None:
+            raise ReleasedSourceError(f"{self.path} has been released: read its tensors before that, or materialize()")
+        return descriptor
 
     def hold(self, keep_alive: object) -> None:
         """Keep one more object alive for as long as the file is open."""
@@ -193,22 +198,32 @@ class OpenFile:
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from `offset` of the file on."""
-        with self.descriptor() as fd:
-            in_shares(lambda begin, end: self._read_part(fd, buffer[begin:end], offset + begin), len(buffer))
+        descriptor = self._lent()
+        try:
+            if len(buffer) < LEAST_SHARED_BYTES:
+                self._read_part(descriptor.number, buffer, offset)
+            else:
+                in_shares(partial(self._read_share, descriptor.number, buffer, offset), len(buffer))
+        finally:
+            del descriptor  # the traceback of an error must not keep the file open
+
+    def _read_share(self, fd: int, buffer: memoryview, offset: int, begin: int, end: int) -> None:
+        self._read_part(fd, buffer[begin:end], offset + begin)
 
     def _read_part(self, fd: int, buffer: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(buffer):
+        while rest := len(buffer):
             try:
-                count = os.preadv(fd, [buffer[done : done + _MOST_BYTES_A_READ]], offset + done)
+                count = os.preadv(fd, (buffer[:_MOST_BYTES_A_READ],), offset)
             except OSError as error:
                 raise SourceError(f"cannot read {self.path}: {error}") from error
+            if count == rest:
+                return
             if count == 0:
                 raise TruncatedSourceError(
-                    f"{self.path} ends at byte {offset + done}, {len(buffer) - done} bytes before the tensor does: "
+                    f"{self.path} ends at byte {offset}, {rest} bytes before the tensor does: "
                     "the file was cut short after it was opened"
                 )
-            done += count
+            buffer, offset = buffer[count:], offset + count
 
 
 class FileSource(ByteSource):
@@ -232,6 +247,8 @@ class FileSource(ByteSource):
     def slice(self, offset: int, nbytes: int) -> ByteSource:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes {offset} to {offset + nbytes} are outside of a tensor of {self.nbytes} bytes")
+        if nbytes == self.nbytes:
+            return self
         return FileSource(self._file, self._offset + offset, nbytes)
 
     def file_range(self) -> tuple[OpenFile, int] | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from nvflare_lazy.tensors.immutability import refuse_write
-from nvflare_lazy.tensors.lazy_storage import LazyStorage
+from nvflare_lazy.tensors.lazy_storage import LazyStorage, Place
 from nvflare_lazy.tensors.raw_bytes import new_memory
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class DirectUses(torch.Tensor):
     """A tensor over a `LazyStorage` whose direct uses load it; the base of `LazyTensor`."""
 
-    _storage_: LazyStorage
+    _place_: Place
 
     if TYPE_CHECKING:
 
@@ -42,7 +42,7 @@ class DirectUses(torch.Tensor):
     # ---- being looked at: no I/O, except where the elements themselves are asked for ----------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype}, in {self._storage_.source.describe()})"
+        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype}, in {self._place_.storage.source.describe()})"
 
     __str__ = __repr__
 
@@ -56,15 +56,15 @@ class DirectUses(torch.Tensor):
     # ---- being copied: no I/O either ---------------------------------------------------------------------------
 
     def __copy__(self) -> Self:
-        return self._share(self._storage_)
+        return self._share(self._place_.storage)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if not self.is_leaf:
             raise RuntimeError("a tensor that came out of a computation cannot be copied with it: detach() it first")
         # Nothing can be written, so nothing needs to be copied. A storage of its own keeps pointers apart, though.
-        storage = memo.get(id(self._storage_))
+        storage = memo.get(id(self._place_.storage))
         if storage is None:
-            memo[id(self._storage_)] = storage = LazyStorage(self._storage_.source)
+            memo[id(self._place_.storage)] = storage = LazyStorage(self._place_.storage.source)
         twin = self._share(storage)
         twin.__dict__.update(copy.deepcopy(self._attributes(), memo))
         twin.grad = copy.deepcopy(self.grad, memo)
@@ -78,7 +78,7 @@ class DirectUses(torch.Tensor):
 
     def _attributes(self) -> dict[str, Any]:
         """Return what others have set on the tensor, as they may on any."""
-        return {name: value for name, value in self.__dict__.items() if name != "_storage_"}
+        return {name: value for name, value in self.__dict__.items() if name != "_place_"}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickles are read where the file is not: they hold the elements.
@@ -116,7 +116,7 @@ class DirectUses(torch.Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Load the storage for good and return it."""
-        return self._storage_.pin()
+        return self._place_.storage.pin()
 
     def _typed_storage(self) -> torch.TypedStorage:
         storage: torch.TypedStorage = self._pinned_tensor()._typed_storage()  # type: ignore[no-untyped-call]

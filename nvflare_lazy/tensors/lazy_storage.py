@@ -7,7 +7,7 @@ A lazy tensor is a geometry over one of these, as an ordinary tensor is one over
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -49,3 +49,19 @@ class LazyStorage:
                 self._pinned = loaded
                 self._source = MemorySource(memory)
             return self._pinned.untyped_storage()
+
+
+class Place(NamedTuple):
+    """Where the elements of a lazy tensor are: a geometry over a storage.
+
+    Torch knows all of it but the storage, yet asking a tensor of a class of its own takes torch as long as reading
+    some 50 KiB, each time.
+    """
+
+    storage: LazyStorage
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    is_plain: bool
+    """Whether the elements lie in the storage one after the other, in row-major order."""

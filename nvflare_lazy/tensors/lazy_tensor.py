@@ -8,6 +8,7 @@ could be incomplete: views stay lazy, writes raise, and everything else is done 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,9 @@ from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.byte_source import MemorySource, bytes_of
 from nvflare_lazy.tensors.direct_uses import HANDLERS, DirectUses
 from nvflare_lazy.tensors.immutability import refuse_write
-from nvflare_lazy.tensors.lazy_storage import LazyStorage
+from nvflare_lazy.tensors.lazy_storage import LazyStorage, Place
 from nvflare_lazy.tensors.operators import OperatorTraits, SharedLoads, pending_signs_minded, traits_of
-from nvflare_lazy.tensors.raw_bytes import extent, new_memory, storage_bytes
+from nvflare_lazy.tensors.raw_bytes import borrowed_bytes, extent, new_memory, storage_bytes, torch_is_watched
 from nvflare_lazy.tensors.strided_source import (
     StridedSource,
     check_geometry,
@@ -37,8 +38,13 @@ if TYPE_CHECKING:
     from nvflare_lazy.tensors.byte_source import ByteSource
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+_CLONE = aten.clone.default
+_COPY = aten.copy_.default
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
+_CLONE_METHOD = torch.Tensor.clone
+_AS_IT_IS = nullcontext()
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
@@ -83,12 +89,20 @@ class LazyTensor(DirectUses):
     ) -> LazyTensor:
         dtypes.by_torch(dtype)  # raises for what no file holds, such as quantized types
         shape = tuple(shape)
-        strides = contiguous_strides(shape) if strides is None else tuple(strides)
-        check_geometry(source, dtype.itemsize, shape, strides, storage_offset)
-        return _make(LazyStorage(source), dtype, shape, strides, storage_offset)
+        if strides is None:
+            row_major = contiguous_strides(shape)
+            check_geometry(source, dtype.itemsize, shape, row_major, storage_offset)
+            return _make(Place(LazyStorage(source), dtype, shape, row_major, storage_offset, is_plain=True))
+        return _make(_checked_place(LazyStorage(source), dtype, shape, tuple(strides), storage_offset))
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         """Take what `__new__` takes; torch's own constructor must not see it."""
+
+    @classmethod
+    def of_whole(cls, source: ByteSource, dtype: torch.dtype, shape: tuple[int, ...]) -> LazyTensor:
+        """Return the row-major tensor that a source consists of: for readers that have checked that it does."""
+        dtypes.by_torch(dtype)
+        return _make(Place(LazyStorage(source), dtype, shape, contiguous_strides(shape), 0, True))
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> LazyTensor:
@@ -104,24 +118,27 @@ class LazyTensor(DirectUses):
 
     def materialize(self) -> torch.Tensor:
         """Load the elements into a new ordinary tensor, which the caller owns and may write to."""
-        shape, strides, _ = _geometry(self)
-        if extent(shape, strides) >= prod(shape):
+        _, dtype, shape, strides, _, is_plain = self._place_
+        if is_plain or extent(shape, strides) >= prod(shape):
             return self._load()
         # An expanded view: its elements share memory, and writing to one would change the others.
-        loaded = new_memory(self.dtype, shape)
+        loaded = new_memory(dtype, shape)
         self.source.read_into(storage_bytes(loaded))
         return loaded
 
     def _load(self) -> torch.Tensor:
         """Load the elements for someone who only reads them: an expanded view stays as small as it is."""
-        shape, strides, offset = _geometry(self)
-        gathered = extent(shape, strides) > 2 * prod(shape)
-        loaded = new_memory(self.dtype, shape, None if gathered else strides)
+        storage, dtype, shape, strides, offset, is_plain = self._place_
+        count = prod(shape)
+        reached = count if is_plain else extent(shape, strides)
+        gathered = reached > 2 * count
+        loaded = new_memory(dtype, shape, None if is_plain or gathered else strides)
         if gathered:
             # A view that skips most of its storage is better put together than loaded with the gaps.
-            self.source.read_into(storage_bytes(loaded))
-        elif prod(shape):
-            self._storage_.source.read_into(storage_bytes(loaded), offset * self.dtype.itemsize)
+            self.source.read_into(borrowed_bytes(loaded, count * dtype.itemsize))
+        elif count:
+            itemsize = dtype.itemsize
+            storage.source.read_into(borrowed_bytes(loaded, reached * itemsize), offset * itemsize)
         return loaded
 
     def read_into(self, buffer: Buffer, start: int = 0, count: int | None = None) -> None:
@@ -133,21 +150,23 @@ class LazyTensor(DirectUses):
             count: How many; as many as the buffer holds, if not given.
         """
         view = bytes_of(buffer)
+        dtype = self._place_.dtype
+        itemsize = dtype.itemsize
         if count is None:
-            count = len(view) // self.dtype.itemsize
-        if count * self.dtype.itemsize != len(view):
-            raise ValueError(f"a buffer of {len(view)} bytes does not hold exactly {count} elements of {self.dtype}")
-        self.source.read_into(view, start * self.dtype.itemsize)
+            count = len(view) // itemsize
+        if count * itemsize != len(view):
+            raise ValueError(f"a buffer of {len(view)} bytes does not hold exactly {count} elements of {dtype}")
+        self.source.read_into(view, start * itemsize)
 
     @property
     def source(self) -> ByteSource:
         """The elements in row-major order as bytes; a plain part of a file wherever they lie in one like that."""
-        shape, strides, offset = _geometry(self)
-        itemsize, storage = self.dtype.itemsize, self._storage_.source
-        if is_contiguous(shape, strides):
-            nbytes = self.numel() * itemsize
-            return storage.slice(offset * itemsize if nbytes else 0, nbytes)
-        return StridedSource(storage, itemsize, shape, strides, offset)
+        storage, dtype, shape, strides, offset, is_plain = self._place_
+        itemsize, source = dtype.itemsize, storage.source
+        if is_plain:
+            nbytes = prod(shape) * itemsize
+            return source.slice(offset * itemsize if nbytes else 0, nbytes)
+        return StridedSource(source, itemsize, shape, strides, offset)
 
     # ---- what torch asks ---------------------------------------------------------------------------------------
 
@@ -156,15 +175,18 @@ class LazyTensor(DirectUses):
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _CLONE_METHOD and _is_simple_clone(args, kwargs):
+            return args[0].materialize()
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
-        others = tuple(other for other in types if not issubclass(LazyTensor, other))
-        if others:
-            # Somebody else's tensors take part: what comes of them and an ordinary tensor is theirs to say.
-            answers = (other.__torch_function__(func, others, args, kwargs) for other in others)  # type: ignore[attr-defined]
-            return next((answer for answer in answers if answer is not NotImplemented), NotImplemented)
-        with _loads.shared(), torch._C.DisableTorchFunctionSubclass():
+        if len(types) > 1 or types[0] is not LazyTensor:
+            others = tuple(other for other in types if not issubclass(LazyTensor, other))
+            if others:
+                # Somebody else's tensors take part: what comes of them and an ordinary tensor is theirs to say.
+                answers = (other.__torch_function__(func, others, args, kwargs) for other in others)  # type: ignore[attr-defined]
+                return next((answer for answer in answers if answer is not NotImplemented), NotImplemented)
+        with _loads, torch._C.DisableTorchFunctionSubclass():
             if kwargs.get("out") is not None:
                 # For an argument of a class of its own, torch may compute a new result and forget about `out`.
                 if _holds_lazy(kwargs["out"]):
@@ -180,12 +202,19 @@ class LazyTensor(DirectUses):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.ops.prim.device.default:
+        if func is _DEVICE:
             return _CPU
         kwargs = kwargs or {}
         traits = traits_of(func)
         if _holds_lazy(traits.written(args, kwargs)):
             refuse_write(str(func))
+        if func is _CLONE and not kwargs and args[0]._place_.is_plain:
+            return args[0].materialize()
+        if func is _COPY and _can_fill(args[0], args[1]):
+            nbytes = args[0].nbytes
+            if nbytes:
+                args[1].read_into(borrowed_bytes(args[0], nbytes))
+            return args[0]
         with pending_signs_minded():
             return cls._call(func, traits, args, kwargs)
 
@@ -195,11 +224,6 @@ class LazyTensor(DirectUses):
             return traits.take_apart(args, kwargs)
         if traits.gives_views and isinstance(args[0], LazyTensor):
             return _lazy_view(func, args, kwargs)
-        if func is aten.clone.default and not kwargs and args[0].is_contiguous():
-            return args[0].materialize()
-        if func is aten.copy_.default and _can_fill(args[0], args[1]):
-            args[1].read_into(storage_bytes(args[0]))
-            return args[0]
         if traits.ignores_elements and isinstance(args[0], LazyTensor):
             args = (_stand_in(args[0]), *args[1:])
         # What is written to a tensor that was set to this one is written to this one's memory.
@@ -209,43 +233,39 @@ class LazyTensor(DirectUses):
     # ---- parts ------------------------------------------------------------------------------------------------
 
     def _over(self, storage: LazyStorage) -> LazyTensor:
-        return _make(storage, self.dtype, *_geometry(self))
+        return _make(self._place_._replace(storage=storage))
 
     def _pinned_tensor(self) -> torch.Tensor:
-        shape, strides, offset = _geometry(self)
-        return new_memory(self.dtype, (0,)).set_(self._storage_.pin(), offset, shape, strides)
+        storage, dtype, shape, strides, offset, _ = self._place_
+        return new_memory(dtype, (0,)).set_(storage.pin(), offset, shape, strides)
 
 
-def _make(
-    storage: LazyStorage,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    storage_offset: int,
-) -> LazyTensor:
+def _checked_place(
+    storage: LazyStorage, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
+) -> Place:
+    check_geometry(storage.source, dtype.itemsize, shape, strides, offset)
+    return Place(storage, dtype, shape, strides, offset, is_plain=is_contiguous(shape, strides))
+
+
+def _make(place: Place) -> LazyTensor:
     # On the meta device, for torch's own eyes: `parameter.data = lazy` copies the inside of a tensor without asking,
     # which torch refuses to do across devices; between two tensors "on the CPU" it would copy a null pointer.
     # An inference tensor cannot be the base of a view made outside of inference mode: so never make one.
-    with torch.inference_mode(False):
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS:
         tensor: LazyTensor = torch.Tensor._make_wrapper_subclass(
             LazyTensor,
-            shape,
-            strides=strides,
-            storage_offset=storage_offset,
-            dtype=dtype,
+            place.shape,
+            strides=place.strides,
+            storage_offset=place.offset,
+            dtype=place.dtype,
             device=_META,
             dispatch_device=True,
             _extra_dispatch_keys=_AUTOCAST,
         )
     # C code that takes the address of the memory without asking gets an error, and no null pointer.
     torch._C._set_throw_on_mutable_data_ptr(tensor)
-    tensor._storage_ = storage
+    tensor._place_ = place
     return tensor
-
-
-def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    with torch._C.DisableTorchFunctionSubclass():
-        return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
 def _replaced(value: Any, load: Callable[[LazyTensor], torch.Tensor]) -> Any:
@@ -254,6 +274,14 @@ def _replaced(value: Any, load: Callable[[LazyTensor], torch.Tensor]) -> Any:
 
 def _holds_lazy(value: object) -> bool:
     return isinstance(value, LazyTensor) or (isinstance(value, (list, tuple)) and any(map(_holds_lazy, value)))
+
+
+def _is_simple_clone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a clone is nothing but a read, with nobody who has to hear of it: then it goes no way round torch."""
+    if len(args) != 1 or kwargs or not args[0]._place_.is_plain or torch_is_watched():
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return not args[0].requires_grad
 
 
 def _can_fill(target: torch.Tensor, lazy: object) -> bool:
@@ -276,22 +304,22 @@ def _load_with_gradient(lazy: LazyTensor) -> torch.Tensor:
 
 def _stand_in(lazy: LazyTensor) -> torch.Tensor:
     """Return memory of the same geometry that was never touched, for operators that only look at the geometry."""
-    shape, strides, _ = _geometry(lazy)
-    return new_memory(lazy.dtype, shape, strides)
+    _, dtype, shape, strides, *_ = lazy._place_
+    return new_memory(dtype, shape, strides)
 
 
 def _lazy_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let torch work out the geometry of a view on a tensor without memory, and lay it over the lazy storage."""
     base: LazyTensor = args[0]
-    shape, strides, offset = _geometry(base)
-    whole = torch.empty(offset + extent(shape, strides), dtype=base.dtype, device="meta")
+    storage, dtype, shape, strides, offset, _ = base._place_
+    whole = torch.empty(offset + extent(shape, strides), dtype=dtype, device="meta")
     view = func(whole.as_strided(shape, strides, offset), *args[1:], **kwargs)
 
     def lay(meta: Any) -> Any:
         if not isinstance(meta, torch.Tensor):
             return meta
-        check_geometry(base._storage_.source, meta.dtype.itemsize, *_geometry(meta))
-        return _make(base._storage_, meta.dtype, *_geometry(meta))
+        shape, strides, offset = tuple(meta.shape), meta.stride(), int(meta.storage_offset())
+        return _make(_checked_place(storage, meta.dtype, shape, strides, offset))
 
     if any(isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()) for x in _flat(view)):
         return LazyTensor.from_tensor(func(_loads.load(base), *args[1:], **kwargs))

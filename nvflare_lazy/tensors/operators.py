@@ -7,14 +7,13 @@ Split off from the tensor itself because it is about torch, and about no tensor 
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor
@@ -49,6 +48,7 @@ class OperatorTraits:
         if not self._written and schema.name.endswith("_") and not schema.name.endswith("__"):
             # Named as one that writes, yet nothing declared: so it is with torch.distributed's.
             self._written = list(self._places)[:1]
+        self._written_places = [self._places[name] for name in self._written]
         self.gives_views = any(
             result.alias_info is not None and not result.alias_info.is_write for result in schema.returns
         )
@@ -62,8 +62,8 @@ class OperatorTraits:
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the arguments of a call that it writes to."""
-        if not self._written and not self._written_at_times:
-            return []
+        if not self._written_at_times and not kwargs:
+            return [args[place] for place in self._written_places if place < len(args)]
         given = {name: args[place] for name, place in self._places.items() if place < len(args)} | dict(kwargs)
         names = self._written
         if self._written_at_times:
@@ -97,26 +97,26 @@ def pending_signs_minded() -> AbstractContextManager[None]:
 
 
 class SharedLoads(threading.local):
-    """Lets the steps of one call to torch share what they load, so that each tensor is read once a call."""
+    """Lets the steps of one call to torch share what they load, so that each tensor is read once a call.
+
+    A call is a `with` block; within another such block, one does nothing.
+    """
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[LazyTensor, torch.Tensor]] | None = None
+        self._depth = 0
+        self._held: dict[int, tuple[LazyTensor, torch.Tensor]] = {}
 
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Share loads until the block is left; within another such block, do nothing."""
-        if self._held is not None:
-            yield
-            return
-        self._held = {}
-        try:
-            yield
-        finally:
-            self._held = None
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._held.clear()
 
     def load(self, lazy: LazyTensor) -> torch.Tensor:
         """Return the loaded tensor; nobody may write to it."""
-        if self._held is None:
+        if not self._depth:
             return lazy._load()
         if id(lazy) not in self._held:
             # The lazy tensor is held as well: the id of one that is gone may be that of another one next.

@@ -7,8 +7,20 @@ empties tensors by bytes (loading, saving, sending) goes through this one functi
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import torch
+
+_CPU = torch.device("cpu")
+_is_included = torch._C._dispatch_tls_is_dispatch_key_included
+_MODES = torch._C.DispatchKey.Python
+_TRANSFORMS = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+
+
+def torch_is_watched() -> bool:
+    """Whether a mode or a function transform is to hear of what torch does in this thread at the moment."""
+    return bool(torch._C._len_torch_function_stack() or _is_included(_MODES) or _is_included(_TRANSFORMS))
 
 
 def new_memory(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -17,10 +29,12 @@ def new_memory(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, .
     Whatever the caller has torch do at the moment: a default device, a mode that fakes or traces tensors, or a
     function transform would all make something else out of `torch.empty`, which has no memory to be filled.
     """
+    if strides is None and not torch_is_watched():
+        return torch.empty(shape, dtype=dtype, device=_CPU)
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
         if strides is None:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+            return torch.empty(shape, dtype=dtype, device=_CPU)
+        return torch.empty_strided(shape, strides, dtype=dtype, device=_CPU)
 
 
 def storage_bytes(tensor: torch.Tensor) -> memoryview:
@@ -41,6 +55,26 @@ def storage_bytes(tensor: torch.Tensor) -> memoryview:
         raise ValueError(f"a {type(tensor).__name__} without memory cannot be seen as bytes")
     count = extent(tuple(tensor.shape), tensor.stride()) * tensor.element_size()
     return np.asarray(_Memory(tensor, address, count)).data
+
+
+_view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_of_memory.argtypes = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
+_view_of_memory.restype = ctypes.py_object
+_WRITABLE = 0x200
+
+
+def borrowed_bytes(tensor: torch.Tensor, nbytes: int) -> memoryview:
+    """Return the first bytes of the memory of `tensor`, for as long as the caller holds on to the tensor.
+
+    What fills a tensor at once and keeps nothing uses this; after a long read, when nothing of ours is left in the
+    caches, `storage_bytes` takes as long as reading half a MiB.
+
+    Args:
+        tensor: An ordinary tensor on the CPU.
+        nbytes: How many bytes, at least one, all of them inside of the tensor.
+    """
+    view: memoryview = _view_of_memory(tensor.data_ptr(), nbytes, _WRITABLE)
+    return view.cast("B")
 
 
 class _Memory:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import zlib
+from functools import lru_cache
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -18,17 +20,46 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Waking another thread takes as long as copying some MiB.
-LEAST_SHARED_BYTES = 6 << 20
+# Below this, waking another thread takes longer than what it could copy meanwhile; each further one takes as much more.
+LEAST_SHARED_BYTES = 3 << 20
 _LEAST_PIECE_BYTES = 1 << 20
-_PIECES = 16
+# The first piece, the caller's, is longer by what is copied before a helper is awake.
+_HEAD_START_BYTES = 400 << 10
+# Pieces begin at pages.
+_PAGE = 4096
 # More do not copy faster: by then memory is the limit.
 _MOST_HELPERS = 3
+# How often, and with what pause between, a caller looks for the end of the last piece before it falls asleep.
+_LOOKS = 12
+_PAUSE = bytes(16 << 10)
 
 
 def available_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@lru_cache
+def _pieces(nbytes: int, workers: int) -> tuple[tuple[int, int], ...]:
+    """Cut work into pieces, the long ones first: few in all, and the last ones short, so that all end together."""
+    pieces: list[tuple[int, int]] = []
+    begin, more = 0, _HEAD_START_BYTES
+    while begin < nbytes:
+        rest = nbytes - begin
+        size = max(_LEAST_PIECE_BYTES, rest // workers + more) // _PAGE * _PAGE
+        end = nbytes if rest - size < _LEAST_PIECE_BYTES // 2 else begin + size
+        pieces.append((begin, end))
+        begin, more = end, 0
+    return tuple(pieces)
+
+
+def _take(seat: threading.Lock) -> None:
+    """Take a seat, and stay awake for a moment if it is not free: to be woken takes as long as copying half a MiB."""
+    for _ in range(_LOOKS):
+        if seat.acquire(blocking=False):
+            return
+        zlib.crc32(_PAUSE)  # some microseconds in which others have the interpreter
+    seat.acquire()
 
 
 class _Job:
@@ -40,9 +71,7 @@ class _Job:
 
     def __init__(self, work: Callable[[int, int], None], nbytes: int, seats: int) -> None:
         self._work = work
-        self._nbytes = nbytes
-        self._piece = max(_LEAST_PIECE_BYTES, -(-nbytes // _PIECES))
-        self._begins = iter(range(0, nbytes, self._piece))
+        self._pieces = iter(_pieces(nbytes, seats + 1))
         self._seats = [threading.Lock() for _ in range(seats)]
         self._errors: list[BaseException] = []
         self._stopped = False
@@ -54,7 +83,7 @@ class _Job:
         finally:
             self._stopped = True
             for seat in self._seats:
-                seat.acquire()
+                _take(seat)
             del self._work  # it holds on to the caller's memory, and this may still be in the queue
         if self._errors:
             raise self._errors[0]
@@ -73,10 +102,10 @@ class _Job:
             seat.release()
 
     def _take_pieces(self) -> None:
-        for begin in self._begins:
+        for begin, end in self._pieces:
             if self._stopped:
                 return
-            self._work(begin, min(begin + self._piece, self._nbytes))
+            self._work(begin, end)
 
 
 class _Helpers:
@@ -88,8 +117,14 @@ class _Helpers:
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
         self._lock = threading.Lock()
 
-    def call(self, job: _Job) -> None:
-        """Have all helpers look at a job."""
+    def call(self, job: _Job, count: int) -> None:
+        """Have some helpers look at a job."""
+        if self._count < self.most:
+            self._start()
+        for _ in range(min(count, self._count)):
+            self._jobs.put(job)
+
+    def _start(self) -> None:
         with self._lock:
             try:
                 while self._count < self.most:
@@ -97,8 +132,6 @@ class _Helpers:
                     self._count += 1
             except RuntimeError as error:  # no more threads, as when the interpreter is about to end
                 logger.debug("nobody more helps with reading: %s", error)
-        for _ in range(self._count):
-            self._jobs.put(job)
 
     def _wait(self) -> None:
         while True:
@@ -117,8 +150,9 @@ def in_shares(work: Callable[[int, int], None], nbytes: int) -> None:
     if nbytes < LEAST_SHARED_BYTES or not helpers.most:
         work(0, nbytes)
         return
-    job = _Job(work, nbytes, helpers.most)
-    helpers.call(job)
+    wanted = min(helpers.most, nbytes // LEAST_SHARED_BYTES)
+    job = _Job(work, nbytes, wanted)
+    helpers.call(job, wanted)
     job.run()
 
 

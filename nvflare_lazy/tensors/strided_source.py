@@ -7,6 +7,7 @@ what lies between the elements is skipped where skipping is cheaper than reading
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +114,7 @@ def check_geometry(
     """Raise ValueError unless the view lies inside of the storage."""
     if len(shape) != len(strides):
         raise ValueError(f"a view of shape {shape} cannot have strides {strides}")
-    if min((*shape, *strides, storage_offset), default=0) < 0:
+    if storage_offset < 0 or (shape and (min(shape) < 0 or min(strides) < 0)):
         raise ValueError(f"shape {shape}, strides {strides} and offset {storage_offset} must not be negative")
     end = (storage_offset + extent(shape, strides)) * itemsize
     if 0 not in shape and end > base.nbytes:
@@ -123,6 +124,7 @@ def check_geometry(
         )
 
 
+@lru_cache
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides, in elements, of a row-major tensor."""
     strides, step = [], 1

@@ -73,9 +73,12 @@ class TensorEntry:
         """Return the lazy tensor; the same object as long as somebody holds it, so that tied tensors stay tied."""
         made = self._made() if self._made is not None else None
         if made is None:
-            made = LazyTensor(
-                self.source, self.dtype, self.shape, strides=self.strides, storage_offset=self.storage_offset
-            )
+            if self.strides is None and not self.storage_offset and self.nbytes == self.source.nbytes:
+                made = LazyTensor.of_whole(self.source, self.dtype, self.shape)
+            else:
+                made = LazyTensor(
+                    self.source, self.dtype, self.shape, strides=self.strides, storage_offset=self.storage_offset
+                )
             with _publishing:
                 other = self._made() if self._made is not None else None
                 if other is not None:

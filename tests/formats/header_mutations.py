@@ -80,10 +80,12 @@ def mutated_texts(seed: int, count: int) -> Iterator[tuple[bytes, int]]:
     bases = good_headers()
     for _ in range(count):
         header, nbytes = chance.choice(bases)
+        separators = chance.choice([(",", ":"), (", ", ": ")])
         if chance.random() < 0.5:
-            text = json.dumps(_with_other_values(header, chance), ensure_ascii=chance.random() < 0.5).encode()
+            header, as_ascii = _with_other_values(header, chance), chance.random() < 0.5
+            text = json.dumps(header, ensure_ascii=as_ascii, separators=separators).encode()
         else:
-            text = json.dumps(header, separators=chance.choice([(",", ":"), (", ", ": ")])).encode()
+            text = json.dumps(header, separators=separators).encode()
         for _ in range(chance.choice([0, 1, 1, 2, 4])):
             text = chance.choice(_MUTATIONS)(text, chance)
         if chance.random() < 0.1:

@@ -15,7 +15,7 @@ from nvflare_lazy.tensors import shared_work
 from nvflare_lazy.tensors.byte_source import open_source
 from nvflare_lazy.tensors.shared_work import LEAST_SHARED_BYTES, in_shares
 
-MANY = 3 * LEAST_SHARED_BYTES + 5
+MANY = 4 * LEAST_SHARED_BYTES + 5
 
 
 @pytest.fixture(autouse=True)
@@ -25,16 +25,19 @@ def four_cores(monkeypatch):
     monkeypatch.setattr(shared_work, "_helpers", shared_work._Helpers())
 
 
-@pytest.mark.parametrize("nbytes", [LEAST_SHARED_BYTES, MANY, 100 * LEAST_SHARED_BYTES + 1])
-def test_pieces_make_up_the_whole(nbytes):
+@pytest.mark.parametrize(
+    ("nbytes", "threads"),
+    [(LEAST_SHARED_BYTES, 2), (3 * LEAST_SHARED_BYTES - 1, 3), (MANY, 4), (100 * LEAST_SHARED_BYTES + 1, 4)],
+)
+def test_pieces_make_up_the_whole(nbytes, threads):
     """The pieces follow on each other from the first byte to the last, and several threads do them."""
-    seen, together = [], threading.Barrier(4, timeout=30)
+    seen, together = [], threading.Barrier(threads, timeout=30)
     first = threading.local()
 
     def work(begin, end):
         if not hasattr(first, "piece"):
             first.piece = begin
-            together.wait()  # none passes before all four have begun
+            together.wait()  # none passes before all of them have begun
         seen.append((begin, end))
 
     in_shares(work, nbytes)
@@ -54,9 +57,10 @@ def test_short_work_stays_with_the_caller(nbytes):
 def test_busy_helpers_keep_nobody_waiting():
     """A caller does everything itself while the helpers are busy with another's work."""
     release, busy, own = threading.Event(), threading.Barrier(5, timeout=30), threading.get_ident()
+    first_four = {begin for begin, _ in shared_work._pieces(MANY, 4)[:4]}
 
     def hold(begin, end):
-        if begin < 4 * (MANY // 16):
+        if begin in first_four:
             busy.wait()
             release.wait(30)
 

@@ -443,6 +443,16 @@ class PassOn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Note(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
 class PassOnFunctions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -450,6 +460,7 @@ class PassOnFunctions(TorchFunctionMode):
 
 USES = [
     lambda x: x.materialize(),
+    lambda x: x.clone(),
     lambda x: x * 1,
     lambda x: x.T.contiguous().T,
     lambda x: torch.from_numpy(x.numpy().copy()),
@@ -464,6 +475,23 @@ def test_loads_whatever_mode_torch_is_in(mode, use):
     with mode():
         got = use(made)
     assert_same(got, TENSORS["a"])
+
+
+def test_modes_and_gradients_hear_of_clones():
+    """A clone is a plain read only where torch has nothing else to do with it."""
+    made = lazy(TENSORS["a"])
+    with Note() as mode:
+        made.clone()
+    assert torch.ops.aten.clone.default in mode.seen
+    assert made.clone(memory_format=torch.contiguous_format).requires_grad is False
+    wanting = lazy(TENSORS["a"]).requires_grad_()
+    copy = wanting.clone()
+    assert type(copy) is torch.Tensor
+    copy.sum().backward()
+    assert_same(wanting.grad, torch.ones(4, 5))
+    argument = TENSORS["a"]
+    expected = torch.func.vmap(lambda x: x * TENSORS["a"].clone())(argument)
+    assert_same(torch.func.vmap(lambda x: x * made.clone())(argument), expected)
 
 
 def test_loads_under_fake_tensors():
