@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 # Below this, waking another thread takes longer than what it could copy meanwhile; each further one takes as much more.
 LEAST_SHARED_BYTES = 3 << 20
 _LEAST_PIECE_BYTES = 1 << 20
+# Nobody can be interrupted within a piece.
+_MOST_PIECE_BYTES = 64 << 20
 # The first piece, the caller's, is longer by what is copied before a helper is awake.
 _HEAD_START_BYTES = 400 << 10
 # Pieces begin at pages.
@@ -46,7 +48,7 @@ def _pieces(nbytes: int, workers: int) -> tuple[tuple[int, int], ...]:
     begin, more = 0, _HEAD_START_BYTES
     while begin < nbytes:
         rest = nbytes - begin
-        size = max(_LEAST_PIECE_BYTES, rest // workers + more) // _PAGE * _PAGE
+        size = max(_LEAST_PIECE_BYTES, min(_MOST_PIECE_BYTES, rest // workers + more)) // _PAGE * _PAGE
         end = nbytes if rest - size < _LEAST_PIECE_BYTES // 2 else begin + size
         pieces.append((begin, end))
         begin, more = end, 0
