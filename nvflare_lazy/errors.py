@@ -18,6 +18,7 @@
     │   └── ForkedScratchError                       used in a forked child, which does not own it
     ├── SaveError                                    a checkpoint was not written; what was there before still is
     │   ├── OutOfSpaceError (OSError)                the disk, the quota or the file size limit is full
+    │   ├── TooManyShardsError (ValueError)          the size of a shard is far too small
     │   ├── UnsavableTensorError (TypeError)         not a tensor, or one that has no dense bytes
     │   └── PromiseError (ValueError)                the tensors are not the ones that were promised
     │       ├── MissingTensorError                   a promised tensor never came
@@ -371,6 +372,10 @@ class SaveError(NVFlareLazyError):
 
 class OutOfSpaceError(SaveError, OSError):
     """The disk, the user's quota or the limit on the size of a file is full."""
+
+
+class TooManyShardsError(SaveError, ValueError):
+    """The size of a shard is so small that there would be more of them than can be written at a time."""
 
 
 class UnsavableTensorError(SaveError, TypeError):

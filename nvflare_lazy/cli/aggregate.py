@@ -10,12 +10,14 @@ import json
 import logging
 import os
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from nvflare_lazy.cli.options import regex, size
 from nvflare_lazy.cli.progress import progress
+from nvflare_lazy.cli.targets import free_target, shown
 from nvflare_lazy.cli.wording import count, error_line, printable
 
 if TYPE_CHECKING:
@@ -103,12 +105,11 @@ def aggregate(
         raise click.UsageError("The same IN is given twice; to let it count more, use --weights.")
     if weights is not None and len(weights) != len(sources):
         raise click.UsageError(f"--weights has {len(weights)} numbers, but there are {len(sources)} IN.")
-    target = os.path.join(out, "model.safetensors") if os.path.isdir(out) else out
-    if os.path.exists(target) and not force:
-        raise click.ClickException(f"{printable(target)} exists; --force replaces it")
+    target = free_target(out, "--out", force=force)
 
     import nvflare_lazy
     from nvflare_lazy.aggregation import Aggregation
+    from nvflare_lazy.formats.shard_names import index_of
     from nvflare_lazy.tensors.sizes import format_size
 
     try:
@@ -130,14 +131,16 @@ def aggregate(
     with ExitStack() as bars:
         result = aggregation.run(
             contributions,
-            out,
+            target,
             weights=None if weights is None else dict(zip(sources, weights, strict=True)),
             reference=None if reference is None else nvflare_lazy.open(reference),
             progress=_show(bars),
         )
     report = result.report
+    real = os.path.realpath(target)
+    saved = Path(real if os.path.exists(real) else index_of(real))
     click.echo(
-        f"{printable(target)}: {rule} of {len(report.contributors)}, {count(report.tensors, 'tensor')}, "
+        f"{printable(shown(saved, target))}: {rule} of {len(report.contributors)}, {count(report.tensors, 'tensor')}, "
         f"{format_size(report.nbytes)}"
     )
     _say_who_was_left_out(report)

@@ -6,12 +6,11 @@ Copies a tile at a time from one file to the other, so a model that does not fit
 
 from __future__ import annotations
 
-import os
-
 import click
 
 from nvflare_lazy.cli.options import section_option, size
 from nvflare_lazy.cli.progress import progress
+from nvflare_lazy.cli.targets import free_target, shown
 from nvflare_lazy.cli.wording import count, printable
 
 # Torch's names of what can be asked for; torch itself is not loaded to say no.
@@ -46,11 +45,7 @@ def convert(
 
     A large checkpoint takes no more memory than a small one. OUT appears when all of it is on the disk, or not at all.
     """
-    if os.path.isdir(target):
-        target = os.path.join(target, "model.safetensors")
-    elif not target.endswith(".safetensors"):
-        raise click.UsageError(f"OUT is a directory or ends in .safetensors, which {target!r} does not.")
-    _check_free(target, force)
+    target = free_target(target, "OUT", force=force)
 
     import torch
 
@@ -63,19 +58,7 @@ def convert(
     nbytes = sum(meta_of(name, entry, dtype=to_dtype).nbytes for name, entry in tensors.entries.items())
     with progress("Converting", nbytes) as done:
         saved = nvflare_lazy.save(tensors, target, max_shard_size=max_shard_size, dtype=to_dtype, progress=done)
-    saved_as = os.path.join(os.path.dirname(target), saved.name)
-    click.echo(f"{printable(saved_as)}: {count(len(tensors), 'tensor')}, {format_size(nbytes)}")
+    click.echo(f"{printable(shown(saved, target))}: {count(len(tensors), 'tensor')}, {format_size(nbytes)}")
     if tensors.extras:
         left_out = ", ".join(printable(name) for name in tensors.extras)
         click.echo(f"Left out, being no tensors: {left_out}", err=True)
-
-
-def _check_free(target: str, force: bool) -> None:
-    from nvflare_lazy.formats.shard_names import index_of, parse_shard_name, stem_of
-
-    directory = os.path.dirname(target) or "."
-    names = os.listdir(directory)
-    shards = {name for name in names if (shard := parse_shard_name(name)) and shard.stem == stem_of(target)}
-    taken = sorted(shards.union(names) & {os.path.basename(target), os.path.basename(index_of(target)), *shards})
-    if taken and not force:
-        raise click.ClickException(f"{printable(os.path.join(directory, taken[0]))} exists; --force replaces it")

@@ -18,8 +18,10 @@ def regex(context: click.Context, parameter: click.Parameter, value: str | None)
     """Click callback: return a regular expression compiled."""
     try:
         return None if value is None else re.compile(value)
-    except re.error as error:
+    except (re.error, OverflowError) as error:
         raise click.BadParameter(f"{value!r} is no regular expression: {error}") from None
+    except RecursionError:
+        raise click.BadParameter("The regular expression is nested too deep.") from None
 
 
 def size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:

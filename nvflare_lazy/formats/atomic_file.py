@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import secrets
+import stat
 import threading
 import weakref
 from contextlib import contextmanager, suppress
@@ -58,6 +59,7 @@ class AtomicFile:
     def __init__(self, path: str | os.PathLike[str], *, durable: bool = True) -> None:
         self.durable = durable
         self.path = os.path.realpath(path)
+        _refuse_irregular(self.path)
         self.directory, self._name = os.path.split(self.path)
         self._fd, self._hidden = _create(self.directory, self._name)
         self._discard: Callable[[], object] = weakref.finalize(self, _remove, self._fd, self._hidden)
@@ -120,8 +122,10 @@ class AtomicFile:
         """Whether the file is what its own name stands for now."""
         try:
             return os.path.samestat(self._identity, os.stat(self.path))
-        except FileNotFoundError:
-            return False
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENAMETOOLONG):
+                return False
+            raise
 
     def close(self) -> None:
         """Let go of the file. If it has no name by now, it is gone. Threads that still write to it may finish."""
@@ -204,8 +208,20 @@ def _create(directory: str, name: str) -> tuple[int, str | None]:
     return os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666), hidden
 
 
+def _refuse_irregular(path: str) -> None:
+    """Raise if there is something at a path that a file must not take the place of, such as a pipe or a device."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return  # nothing is there; and what else may be wrong is said when the file is made
+    if not stat.S_ISREG(mode):
+        what = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+        raise SaveError(f"{path} is {what}, which saving would replace: choose another name")
+
+
 def _hidden_name(directory: str, name: str) -> str:
-    return os.path.join(directory, f".{name[:200]}.{secrets.token_hex(8)}.partial")
+    start = os.fsdecode(os.fsencode(name)[:200])
+    return os.path.join(directory, f".{start}.{secrets.token_hex(8)}.partial")
 
 
 def _link(fd: int, path: str) -> None:

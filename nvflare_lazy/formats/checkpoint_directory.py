@@ -12,7 +12,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NoReturn
 
 from nvflare_lazy.errors import AmbiguousCheckpointError, MissingShardError, UnknownFormatError
-from nvflare_lazy.formats.shard_index import agreed
+from nvflare_lazy.formats.shard_index import agreed, is_index
 from nvflare_lazy.formats.shard_names import INDEX_SUFFIX, SUFFIX, ShardName, parse_shard_name, stem_of
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 
@@ -34,7 +34,7 @@ def open_directory(directory: str, open_file: Callable[[str], LazyTensorDict]) -
     """
     names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
     files = {name for name in names if name.endswith(SUFFIX)}
-    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    indexes = _indexes(directory, names, files)
     superseded = {name for name in indexes if name[: -len(INDEX_SUFFIX)] in files}
     counting = [name for name in indexes if name not in superseded]
     if superseded:
@@ -49,6 +49,20 @@ def open_directory(directory: str, open_file: Callable[[str], LazyTensorDict]) -
     if not shards:
         _explain_nothing(directory, names)
     return _open_all(directory, shards, open_file)
+
+
+def _indexes(directory: str, names: list[str], files: set[str]) -> list[str]:
+    """Return the indexes that may count: of PyTorch files only where there is nothing of safetensors."""
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    foreign = [name for name in indexes if name[: -len(INDEX_SUFFIX)].endswith(_OTHER_SUFFIXES)]
+    own = [
+        name
+        for name in indexes
+        if name not in foreign
+        # Others call their files like this, too, whatever they are the index of.
+        and (name.endswith(SUFFIX + INDEX_SUFFIX) or is_index(os.path.join(directory, name)))
+    ]
+    return own if own or files else foreign
 
 
 def _without_index(directory: str, files: list[str]) -> list[str]:

@@ -51,14 +51,15 @@ class EntryMaker:
             name: What the tensor is called, for messages.
             record: Where it lies.
         """
+        if isinstance(record, UnsupportedTensor):
+            # Each of them says its own name when it is used.
+            return self._failed(name, record.kind, record.dtype, record.shape)
         made = self._entries.get(record)
         if made is None:
             made = self._entries[record] = self._make(name, record)
         return made
 
-    def _make(self, name: str, record: TensorRecord) -> TensorEntry:
-        if isinstance(record, UnsupportedTensor):
-            return self._failed(name, record.kind, record.dtype, record.shape)
+    def _make(self, name: str, record: TensorRef | StorageRef) -> TensorEntry:
         if isinstance(record, StorageRef):
             numel = record.nbytes // record.dtype.itemsize
             record = TensorRef(record, record.dtype, (numel,), (1,), 0)

@@ -66,9 +66,7 @@ class CheckpointTree:
             parts = children(content)
             content = {_KEY_OF_THE_ONLY_VALUE: content} if parts is None else dict(parts)
         rest = self._take_apart(content, "", 0)
-        self.extras: dict[str, object] = (
-            {_key_text(key): part for key, part in rest.items()} if rest is not _NOTHING else {}
-        )
+        self.extras: dict[str, object] = _by_text(rest) if rest is not _NOTHING else {}
 
     def _take_apart(self, container: object, prefix: str, depth: int) -> Any:
         """Collect the tensors of a container; return what else is in it, or `_NOTHING`."""
@@ -158,6 +156,17 @@ def _find(content: object, section: str, depth: int) -> object:
             if found is not None:
                 return found
     return None
+
+
+def _by_text(parts: dict[object, object]) -> dict[str, object]:
+    """Return parts by the text of their keys; where the keys 1 and "1" would be the same, the former is "1 (int)"."""
+    found: dict[str, object] = {}
+    for key, part in parts.items():
+        text = _key_text(key)
+        if type(key) is not str and (text in parts or text in found):
+            text = f"{text} ({type(key).__name__})"
+        found[text] = part
+    return found
 
 
 def _key_text(key: object) -> str:

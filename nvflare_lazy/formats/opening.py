@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 
-from nvflare_lazy.errors import SectionError, UnknownFormatError
+from nvflare_lazy.errors import MissingShardError, SectionError, UnknownFormatError
 from nvflare_lazy.formats.checkpoint_directory import open_directory
 from nvflare_lazy.formats.foreign_kinds import describe_foreign, is_npz
 from nvflare_lazy.formats.lazy_data import open_pytorch, sniff_pytorch
@@ -22,6 +22,8 @@ from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 
 # Far enough into an index to come across its weight map, behind whatever metadata it has.
 _HEAD_BYTES = 64 << 10
+# How often a checkpoint may be replaced by another process while it is being opened.
+_TRIES = 8
 
 
 def open(path: str | os.PathLike[str], *, section: str | None = None) -> LazyTensorDict:
@@ -41,8 +43,31 @@ def open(path: str | os.PathLike[str], *, section: str | None = None) -> LazyTen
         >>> tensors["head.weight"][7].sum()  # reads one row
     """
     path = os.fspath(path)
-    if not os.path.exists(path) and os.path.exists(index_of(path)):
-        path = index_of(path)
+    directory = path if os.path.isdir(path) else os.path.dirname(os.path.realpath(path))
+    for tried in range(_TRIES):
+        before = _state_of(directory)
+        try:
+            return _open_now(path, section)
+        except (FileNotFoundError, MissingShardError):
+            # Once more in any case: clocks of file systems are coarse.
+            if tried and _state_of(directory) == before:
+                raise
+    return _open_now(path, section)
+
+
+def _state_of(directory: str) -> int | None:
+    """Return what changes when a checkpoint of the directory is replaced."""
+    try:
+        return os.stat(directory).st_mtime_ns
+    except OSError:
+        return None
+
+
+def _open_now(path: str, section: str | None) -> LazyTensorDict:
+    if not os.path.exists(path):
+        # A sharded checkpoint goes by the name that it has as a whole; a link with that name may lead to it.
+        indexes = (index_of(path), index_of(os.path.realpath(path)))
+        path = next((index for index in indexes if os.path.exists(index)), path)
     if not os.path.isdir(path):
         return _open_file(path, section, is_shard=False)
     _refuse_section(path, section)

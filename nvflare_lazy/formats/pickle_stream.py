@@ -154,7 +154,8 @@ def _text(form: str) -> Callable[[PickleStream], object]:
     def read(stream: PickleStream) -> str:
         data = stream.read(_length(stream, form))
         try:
-            return data.decode()
+            # As pickle does: a name of a file that is no text is written with surrogates.
+            return data.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError:
             raise MalformedPickleError(f"{stream.path}: the pickle has a string that is not UTF-8") from None
 

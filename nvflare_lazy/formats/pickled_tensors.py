@@ -100,7 +100,7 @@ class AttributeBag:
 
 def is_plain_key(key: object) -> bool:
     """Whether a dict or set may hold `key`: hashing it is quick, and no file can choose many that collide."""
-    return type(key) in (str, bytes, bool, float, type(None)) or is_small(key)
+    return type(key) in (str, bytes, bool, float, type(None), torch.dtype) or is_small(key)
 
 
 def integers(values: object, what: str) -> tuple[int, ...]:

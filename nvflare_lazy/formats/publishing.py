@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from nvflare_lazy.errors import FormatError
 from nvflare_lazy.formats.atomic_file import AtomicFile, directory_descriptor, sync_directory
+from nvflare_lazy.formats.shard_index import read_weight_map
 from nvflare_lazy.formats.shard_names import INDEX_SUFFIX, SUFFIX, ShardName, index_of, parse_shard_name, stem_of
+from nvflare_lazy.tensors.byte_source import OpenFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+logger = logging.getLogger(__name__)
 
 
 def publish_file(file: AtomicFile) -> str:
@@ -28,7 +34,7 @@ def publish_file(file: AtomicFile) -> str:
         file.appear()
         sync_directory(file.directory)
         # A single file counts before shards and index of its name, so those are garbage from here on.
-        _remove(file.directory, [*_shards_of(file.path), os.path.basename(index_of(file.path))])
+        _remove_garbage(file.directory, [*_shards_of(file.path), os.path.basename(index_of(file.path))])
     return file.path
 
 
@@ -64,9 +70,10 @@ def publish_shards(shards: Sequence[tuple[AtomicFile, Sequence[str]]], path: str
             # A signal may arrive at any line, and once the index is there it is too late to call the save off.
             if index.has_appeared():
                 # Where one file was the checkpoint, it counts until it is gone.
-                _remove(directory, [os.path.basename(path), *garbage])
+                _remove(path)
+                _remove_garbage(directory, garbage)
             else:
-                _remove(directory, names)
+                _remove_garbage(directory, names)
         sync_directory(directory)
     return index.path
 
@@ -77,10 +84,23 @@ def _index_text(weight_map: dict[str, str], total_size: int) -> bytes:
 
 
 def _shards_of(path: str) -> list[str]:
-    """Return all files that are called like shards of the checkpoint, whole ones and what a crash has left."""
+    """Return the files that are shards of the checkpoint, whole ones and what a crash has left.
+
+    The shards of `model` and of `model.safetensors` are called alike. Those that the index of `model` names are its
+    own, all others belong to `model.safetensors`.
+    """
     stem = stem_of(path)
     parsed = {name: parse_shard_name(name) for name in os.listdir(os.path.dirname(path))}
-    return [name for name, shard in parsed.items() if shard is not None and shard.stem == stem]
+    shards = [name for name, shard in parsed.items() if shard is not None and shard.stem == stem]
+    without_suffix = _named_by(index_of(path.removesuffix(SUFFIX)))
+    return [name for name in shards if (name in without_suffix) != path.endswith(SUFFIX)]
+
+
+def _named_by(index: str) -> set[str]:
+    try:
+        return set(read_weight_map(OpenFile(index)).values())
+    except (FileNotFoundError, FormatError):
+        return set()
 
 
 def _free_names(directory: str, path: str, count: int) -> list[str]:
@@ -95,10 +115,18 @@ def _free_names(directory: str, path: str, count: int) -> list[str]:
         generation += 1
 
 
-def _remove(directory: str, names: Iterable[str]) -> None:
+def _remove(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _remove_garbage(directory: str, names: Iterable[str]) -> None:
     for name in names:
-        with suppress(FileNotFoundError):
-            os.unlink(os.path.join(directory, name))
+        try:
+            _remove(os.path.join(directory, name))
+        except OSError as error:
+            # The checkpoint is there and counts, whatever lies beside it.
+            logger.warning("cannot remove %s, which is of no use any more: %s", os.path.join(directory, name), error)
 
 
 @contextmanager

@@ -128,6 +128,8 @@ def lay_out(state_dict_meta: Sequence[TensorMeta], metadata: Mapping[str, str] |
 
 def _sorted_text(metadata: Mapping[str, object], where: str) -> dict[str, object]:
     for key, value in metadata.items():
+        if not isinstance(key, str):
+            raise InvalidMetadataError(f"{where}: metadata is text by name, and {key!r} is no text")
         if not isinstance(value, str):
             raise InvalidMetadataError(f"{where}: metadata is text by name, but {key!r} has a {type(value).__name__}")
     return dict(sorted(metadata.items()))

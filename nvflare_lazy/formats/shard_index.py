@@ -48,6 +48,14 @@ def read_weight_map(file: OpenFile) -> dict[str, str]:
     return weight_map
 
 
+def is_index(path: str) -> bool:
+    """Whether a file is the index of a checkpoint."""
+    try:
+        return bool(read_weight_map(OpenFile(path)))
+    except (OSError, ShardIndexError):
+        return False
+
+
 def open_index(file: OpenFile, open_shard: Callable[[str], LazyTensorDict]) -> LazyTensorDict:
     """Open the checkpoint that an index describes.
 

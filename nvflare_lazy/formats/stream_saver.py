@@ -12,12 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from nvflare_lazy.errors import (
     MissingTensorError,
     RenamedTensorError,
     ReshapedTensorError,
     RetypedTensorError,
     SurplusTensorError,
+    UnsavableTensorError,
+    UnsupportedDtypeError,
 )
 from nvflare_lazy.formats.cast_source import CastSource
 from nvflare_lazy.formats.safetensors_layout import StateDictMeta, TensorMeta, in_file_order
@@ -27,9 +31,7 @@ from nvflare_lazy.formats.tensor_content import bytes_of, meta_of
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    import torch
+    from collections.abc import Callable, Iterable
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,11 @@ def save(
     Example:
         >>> save(nvflare_lazy.open("pytorch_model.bin"), "model.safetensors", dtype=torch.bfloat16)
     """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise UnsupportedDtypeError(f"{dtype!r} is no dtype of torch's, such as torch.bfloat16")
+    for name in tensors:
+        if not isinstance(name, str):
+            raise UnsavableTensorError(f"{os.fspath(path)}: the name of a tensor is text, and {name!r} is not")
     if metadata is None and isinstance(tensors, LazyTensorDict):
         metadata = tensors.metadata
     # Recipes, where there are some: a tensor that torch cannot hold can be copied all the same.
@@ -89,7 +96,7 @@ def save(
 def save_safetensors_streaming(
     tensor_iter: Iterable[tuple[str, torch.Tensor]],
     filepath: str | os.PathLike[str],
-    state_dict_meta: Sequence[TensorMeta],
+    state_dict_meta: Iterable[TensorMeta],
     *,
     rename: bool = True,
 ) -> str:
@@ -111,6 +118,7 @@ def save_safetensors_streaming(
         >>> save_safetensors_streaming(model.state_dict().items(), "model.safetensors", meta)
     """
     target = os.fspath(filepath) if rename else f"{os.fspath(filepath)}.tmp"
+    state_dict_meta = list(state_dict_meta)
     with StreamingWriter(target, state_dict_meta, durable=rename) as writer:
         expected = iter(state_dict_meta)
         for name, tensor in tensor_iter:

@@ -14,7 +14,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from nvflare_lazy.errors import IncompleteTensorError, MissingTensorError, RepeatedWriteError, SurplusTensorError
+from nvflare_lazy.errors import (
+    IncompleteTensorError,
+    MissingTensorError,
+    RepeatedWriteError,
+    SurplusTensorError,
+    TooManyShardsError,
+)
 from nvflare_lazy.formats.atomic_file import AtomicFile
 from nvflare_lazy.formats.copying import TILE_BYTES, copy_into
 from nvflare_lazy.formats.publishing import publish_file, publish_shards
@@ -227,7 +233,8 @@ def _shards(
         return [list(state_dict_meta)]
     shards = split_into_shards(state_dict_meta, most)
     if len(shards) > _MOST_SHARDS:
-        raise ValueError(
-            f"{path} would have {len(shards)} shards; choose a max_shard_size of more than {max_shard_size}"
+        raise TooManyShardsError(
+            f"{path} would have {len(shards)} shards, of which {_MOST_SHARDS} are possible; "
+            f"choose a max_shard_size of more than {max_shard_size}"
         )
     return shards

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.formats.pickle_stream import PickleStream
 
+_LONGEST_KEY = 8
+_MOST_TUPLE_KEYS = 4096
 # About what one of them takes in CPython.
 _SCALAR, _SLOT, _CONTAINER, _PAIR, _SET = 32, 8, 64, 100, 232
 _HIGHEST_PROTOCOL = 5
@@ -47,6 +49,7 @@ class RestrictedUnpickler:
         self._memo: dict[int, object] = {}
         self._stack: list[object] = []
         self._marks: list[list[object]] = []
+        self._tuple_keys = 0
 
     def load(self) -> object:
         """Return what the pickle describes, in records and plain Python."""
@@ -183,8 +186,15 @@ class RestrictedUnpickler:
         self._fill_dict([key, value])
 
     def _check_key(self, key: object) -> None:
+        if type(key) is tuple and len(key) <= _LONGEST_KEY and all(map(is_plain_key, key)):
+            # Tuples that collide are easily made; so many of them cost less than a second.
+            self._tuple_keys += 1
+            if self._tuple_keys <= _MOST_TUPLE_KEYS:
+                return
         if not is_plain_key(key):
-            raise self._malformed(f"a {_kind(key)} as a key; keys must be text, numbers, bytes or None")
+            raise self._malformed(
+                f"a {_kind(key)} as a key; keys must be text, numbers, bytes, dtypes or None, or a few tuples of them"
+            )
 
     # ---- what would run code elsewhere -------------------------------------------------------------------------
 

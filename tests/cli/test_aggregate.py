@@ -82,7 +82,22 @@ def test_existing_result(cli, models):
     """Is replaced only if asked to."""
     cli("aggregate", *models, "--out", "a.safetensors", "--force")
     code, _, err = cli("aggregate", *models, "--out", "a.safetensors")
-    assert (code, err) == (1, "Error: a.safetensors exists; --force replaces it\n")
+    assert (code, err) == (1, "Error: ./a.safetensors exists; --force replaces it\n")
+
+
+def test_existing_sharded_result(cli, models):
+    """Its shards and its index are a result, too; and it is called by the name of its index."""
+    code, out, _ = cli("aggregate", *models, "--out", "r.safetensors", "--max-shard-size", "1B")
+    assert (code, out) == (0, "r.safetensors.index.json: mean of 3, 2 tensors, 88 B\n")
+    code, _, err = cli("aggregate", *models, "--out", "r.safetensors")
+    assert (code, err) == (1, "Error: ./r-00001-of-00002.safetensors exists; --force replaces it\n")
+    assert cli("aggregate", *models, "--out", "r.safetensors", "--force").code == 0
+
+
+def test_where_the_result_goes(cli, models):
+    """A file is called NAME.safetensors, so that a directory which is not there is no file."""
+    code, _, err = cli("aggregate", *models, "--out", "new-directory")
+    assert (code, "ends in .safetensors" in err) == (2, True)
 
 
 def test_who_does_not_fit(cli, models, tmp_path):
@@ -119,19 +134,23 @@ def test_who_cannot_be_read(cli, models, tmp_path, monkeypatch):
     ("arguments", "code", "message"),
     [
         ((), 2, "Missing option '--out'"),
-        (("--out", "x", "--weights", "1,2"), 2, "--weights has 2 numbers, but there are 3 IN"),
-        (("--out", "x", "--weights", "1,2,x"), 2, "is no list of numbers"),
-        (("--out", "x", "--weights", "1,2,-1"), 1, "the weight of 'c.safetensors' is -1.0"),
-        (("--out", "x", "--rule", "best"), 2, "there is no aggregation rule 'best'"),
-        (("--out", "x", "--rule", "krum"), 1, "at least 5 are needed"),
-        (("--out", "x", "--rule", "krum", "--set", "f=1"), 2, "unexpected keyword argument 'f'"),
-        (("--out", "x", "--set", "f"), 2, "'f' is not of the form NAME=VALUE"),
-        (("--out", "x", "--set", "f=many"), 2, "'many' is no number"),
-        (("--out", "x", "--rule", "clipped_mean", "--set", "clip_norm=1"), 1, "give the global model as reference"),
-        (("--out", "x", "--memory", "1KiB"), 1, "a memory budget of 1.0 KiB is too small"),
-        (("--out", "x", "--exclude", "("), 2, "is no regular expression"),
-        (("a.safetensors", "--out", "x"), 2, "The same IN is given twice"),
-        (("gone.safetensors", "--out", "x"), 1, "gone.safetensors: No such file"),
+        (("--out", "x.safetensors", "--weights", "1,2"), 2, "--weights has 2 numbers, but there are 3 IN"),
+        (("--out", "x.safetensors", "--weights", "1,2,x"), 2, "is no list of numbers"),
+        (("--out", "x.safetensors", "--weights", "1,2,-1"), 1, "the weight of 'c.safetensors' is -1.0"),
+        (("--out", "x.safetensors", "--rule", "best"), 2, "there is no aggregation rule 'best'"),
+        (("--out", "x.safetensors", "--rule", "krum"), 1, "at least 5 are needed"),
+        (("--out", "x.safetensors", "--rule", "krum", "--set", "f=1"), 2, "unexpected keyword argument 'f'"),
+        (("--out", "x.safetensors", "--set", "f"), 2, "'f' is not of the form NAME=VALUE"),
+        (("--out", "x.safetensors", "--set", "f=many"), 2, "'many' is no number"),
+        (
+            ("--out", "x.safetensors", "--rule", "clipped_mean", "--set", "clip_norm=1"),
+            1,
+            "give the global model as reference",
+        ),
+        (("--out", "x.safetensors", "--memory", "1KiB"), 1, "a memory budget of 1.0 KiB is too small"),
+        (("--out", "x.safetensors", "--exclude", "("), 2, "is no regular expression"),
+        (("a.safetensors", "--out", "x.safetensors"), 2, "The same IN is given twice"),
+        (("gone.safetensors", "--out", "x.safetensors"), 1, "gone.safetensors: No such file"),
     ],
 )
 def test_mistakes(cli, models, tmp_path, arguments, code, message):

@@ -362,3 +362,43 @@ def test_huge_expanded_tensor_costs_nothing(tmp_path):
     lazy = open_pytorch(saved(tmp_path, {"wide": torch.ones(1).expand(1_000_000, 1_000_000)}))
     assert lazy["wide"].shape == (1_000_000, 1_000_000)
     assert lazy["wide"][999_999, 5:8].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({("a", 1): 2, (): 3}, {("a", 1): 2, (): 3}),
+        ({torch.float32: 1}, {torch.float32: 1}),
+        ({(1, 2), (3, 4)}, {(1, 2), (3, 4)}),
+        ("a\udc80b", "a\udc80b"),
+    ],
+)
+def test_unusual_contents(tmp_path, extra, expected):
+    """Keys of tuples and dtypes, and text with a byte that is none, are what `torch.load` makes of them."""
+    path = saved(tmp_path, {"w": t(), "extra": extra})
+    assert torch.load(path, weights_only=True)["extra"] == expected
+    assert open_pytorch(path).extras == {"extra": expected}
+
+
+def test_many_tuples_as_keys_are_refused(tmp_path):
+    """Tuples that collide are easily made, and a dict of many would take hours."""
+    few, many = {(n, 1): n for n in range(4000)}, {(n, 1): n for n in range(5000)}
+    assert len(open_pytorch(saved(tmp_path, {"w": t(), "x": few})).extras["x"]) == 4000
+    with pytest.raises(MalformedPickleError, match="a tuple as a key"):
+        open_pytorch(saved(tmp_path, {"w": t(), "x": many}))
+
+
+def test_keys_that_read_alike_are_told_apart(tmp_path):
+    """No extra is lost to another whose key reads the same."""
+    assert open_pytorch(saved(tmp_path, {1: "a", "1": "b", 2: "c", "w": t()})).extras == {
+        "1 (int)": "a",
+        "1": "b",
+        "2": "c",
+    }
+
+
+def test_each_unsupported_tensor_says_its_own_name(tmp_path):
+    """Two that are alike but for their names are not taken for one another."""
+    lazy = open_pytorch(saved(tmp_path, {"first": t().to_sparse(), "second": t().to_sparse()}))
+    with pytest.raises(UnsupportedTensorError, match="'second'"):
+        lazy["second"].sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import tracemalloc
 from pathlib import Path
 
@@ -240,3 +241,45 @@ def test_names_of_shards(name: str, parsed: ShardName | None) -> None:
     assert parse_shard_name(name) == parsed
     if parsed is not None:
         assert str(parsed) == name
+
+
+def test_indexes_of_other_kinds_do_not_count(sharded: Path) -> None:
+    """What is there as PyTorch files, too, is opened as safetensors; other JSON with such a name is nobody's index."""
+    (sharded / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "pytorch_model-1.bin"}}))
+    (sharded / "other.index.json").write_text(json.dumps({"a": 1}))
+    assert contents(sharded) == {"a": [1, 2], "b": [3], "c": [4]}
+    nvflare_lazy.save({"whole": torch.tensor([5])}, sharded / "model.safetensors")
+    assert contents(sharded) == {"whole": [5]}
+
+
+def test_an_index_of_pytorch_files_counts_alone(tmp_path: Path) -> None:
+    """Where there are PyTorch files only, their index is the checkpoint."""
+    torch.save({"a": torch.tensor([1])}, tmp_path / "pytorch_model-1.bin")
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "pytorch_model-1.bin"}}))
+    assert contents(tmp_path) == {"a": [1]}
+
+
+def test_opening_while_it_is_saved_again_and_again(tmp_path: Path) -> None:
+    """A reader gets the checkpoint of before or of after, whatever goes on meanwhile."""
+    path = tmp_path / "model.safetensors"
+    done = threading.Event()
+
+    def write() -> None:
+        for round_number in range(60):
+            tensors = {name: torch.full((8,), round_number) for name in "abcd"}
+            nvflare_lazy.save(tensors, path, max_shard_size=100 if round_number % 2 else None)
+        done.set()
+
+    nvflare_lazy.save({name: torch.full((8,), 0) for name in "abcd"}, path)
+    writer = threading.Thread(target=write)
+    writer.start()
+    opened = 0
+    try:
+        while not done.is_set():
+            for place in (tmp_path, path):
+                values = {int(tensor[0]) for tensor in nvflare_lazy.open(place).values()}
+                assert len(values) == 1
+                opened += 1
+    finally:
+        writer.join()
+    assert opened > 10

@@ -27,6 +27,7 @@ from nvflare_lazy.errors import (
     ReshapedTensorError,
     RetypedTensorError,
     SurplusTensorError,
+    TooManyShardsError,
     UnknownDtypeError,
     UnsavableTensorError,
     UnsupportedDtypeError,
@@ -401,3 +402,27 @@ def test_permissions_by_umask(tmp_path: Path, umask: int, mode: int) -> None:
         os.umask(before)
     assert {stat.S_IMODE(os.stat(tmp_path / name).st_mode) for name in files(tmp_path)} == {mode}
     assert len(files(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "error", "message"),
+    [
+        ({0: torch.ones(1)}, {}, UnsavableTensorError, "the name of a tensor is text, and 0 is not"),
+        ({"a": torch.ones(1)}, {"metadata": {1: "a", "b": "c"}}, InvalidMetadataError, "1 is no text"),
+        ({"a": torch.ones(1)}, {"dtype": "bf16"}, UnsupportedDtypeError, "'bf16' is no dtype"),
+        ({f"{n}": torch.ones(1) for n in range(501)}, {"max_shard_size": 4}, TooManyShardsError, "501 shards"),
+    ],
+)
+def test_mistakes_in_arguments(tmp_path: Path, tensors, options, error, message) -> None:
+    """Each is told as what it is, and there is no file."""
+    with pytest.raises(error, match=message):
+        save(tensors, tmp_path / "m.safetensors", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_promises_from_a_generator(tmp_path: Path) -> None:
+    """What is promised may come from anything that can be gone through once."""
+    tensors = {"a": torch.ones(1), "b": torch.zeros(2)}
+    meta = collect_state_dict_meta(tensors.items())
+    save_safetensors_streaming(iter(tensors.items()), tmp_path / "m.safetensors", (promise for promise in meta))
+    assert set(load_file(tmp_path / "m.safetensors")) == {"a", "b"}

@@ -302,3 +302,58 @@ def test_atomic_file_by_itself(tmp_path: Path, file_system) -> None:
         assert not other.has_appeared()
     assert files(tmp_path) == ["f"]
     assert (tmp_path / "f").read_bytes() == b"abcd"
+
+
+@pytest.mark.parametrize(("one", "other"), [("model", "model.safetensors"), ("model.safetensors", "model")])
+@pytest.mark.parametrize("max_shard_size", [None, 40])
+def test_names_with_and_without_suffix_do_not_meet(
+    tmp_path: Path, one: str, other: str, max_shard_size: int | None
+) -> None:
+    """`model` and `model.safetensors` are two checkpoints, though their shards are called alike."""
+    save(TENSORS, tmp_path / one, max_shard_size=40)
+    for value in (2.0, 3.0):
+        save({"x": torch.full((4,), value), **TENSORS}, tmp_path / other, max_shard_size=max_shard_size)
+        assert set(nvflare_lazy.open(tmp_path / one)) == {"a", "b", "c"}
+        assert nvflare_lazy.open(tmp_path / other)["x"].tolist() == [value] * 4
+    save(TENSORS, tmp_path / one)
+    assert nvflare_lazy.open(tmp_path / other)["x"].tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("max_shard_size", [None, 40])
+@pytest.mark.parametrize("kind", ["pipe", "directory", "link to itself"])
+def test_what_is_no_file_stays(tmp_path: Path, kind: str, max_shard_size: int | None) -> None:
+    """A save does not take the place of a pipe, a device, a directory or a broken link."""
+    path = tmp_path / "model.safetensors"
+    {"pipe": os.mkfifo, "directory": os.mkdir, "link to itself": lambda path: os.symlink(path.name, path)}[kind](path)
+    before = os.lstat(path)
+    with pytest.raises(SaveError, match="choose another name"):
+        save(TENSORS, path, max_shard_size=max_shard_size)
+    assert os.path.samestat(os.lstat(path), before)
+    assert files(tmp_path) == ["model.safetensors"]
+
+
+def test_what_cannot_be_removed_does_not_matter(tmp_path: Path, caplog) -> None:
+    """A save that has happened is no error, whatever is in the way of tidying up."""
+    (tmp_path / "model-00001-of-00002.safetensors").mkdir()
+    save(TENSORS, tmp_path / "model.safetensors")
+    assert "cannot remove" in caplog.text
+    assert set(nvflare_lazy.open(tmp_path / "model.safetensors")) == {"a", "b", "c"}
+
+
+def test_names_as_long_as_they_may_be(tmp_path: Path, file_system) -> None:
+    """A file's name may have 255 bytes; an index of a longer name is refused, and nothing is left."""
+    path = tmp_path / ("\u4e2d" * 80 + ".safetensors")
+    save(TENSORS, path)
+    assert files(tmp_path) == [path.name]
+    with pytest.raises(OSError, match="File name too long"):
+        save(TENSORS, path, max_shard_size=40)
+    assert files(tmp_path) == [path.name]
+
+
+def test_a_sharded_checkpoint_through_a_link(tmp_path: Path) -> None:
+    """It lies where the link leads, and opens by the name of the link."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link.safetensors").symlink_to("there/real.safetensors")
+    save(TENSORS, tmp_path / "link.safetensors", max_shard_size=40)
+    assert files(tmp_path) == ["link.safetensors", "there"]
+    assert set(nvflare_lazy.open(tmp_path / "link.safetensors")) == {"a", "b", "c"}
