@@ -82,7 +82,7 @@ def test_existing_result(cli, models):
     """Is replaced only if asked to."""
     cli("aggregate", *models, "--out", "a.safetensors", "--force")
     code, _, err = cli("aggregate", *models, "--out", "a.safetensors")
-    assert (code, err) == (1, "Error: ./a.safetensors exists; --force replaces it\n")
+    assert (code, err) == (1, "Error: a.safetensors exists; --force replaces it\n")
 
 
 def test_existing_sharded_result(cli, models):
@@ -90,7 +90,7 @@ def test_existing_sharded_result(cli, models):
     code, out, _ = cli("aggregate", *models, "--out", "r.safetensors", "--max-shard-size", "1B")
     assert (code, out) == (0, "r.safetensors.index.json: mean of 3, 2 tensors, 88 B\n")
     code, _, err = cli("aggregate", *models, "--out", "r.safetensors")
-    assert (code, err) == (1, "Error: ./r-00001-of-00002.safetensors exists; --force replaces it\n")
+    assert (code, err) == (1, "Error: r-00001-of-00002.g2.safetensors exists; --force replaces it\n")
     assert cli("aggregate", *models, "--out", "r.safetensors", "--force").code == 0
 
 
