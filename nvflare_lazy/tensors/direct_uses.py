@@ -114,6 +114,9 @@ class DirectUses(torch.Tensor):
 
     const_data_ptr = data_ptr
 
+    def __dlpack_device__(self) -> Any:
+        return new_memory(self.dtype, (0,)).__dlpack_device__()
+
     def untyped_storage(self) -> torch.UntypedStorage:
         """Load the storage for good and return it."""
         return self._place_.storage.pin()
@@ -147,6 +150,8 @@ def _refuse(name: str) -> Callable[..., NoReturn]:
 
 def _set_data(target: torch.Tensor, value: torch.Tensor) -> None:
     if isinstance(target, DirectUses):
+        if isinstance(value, DirectUses) and value._place_ == target._place_:
+            return  # as `module.cpu()` does where nothing is to be changed
         refuse_write("assigning to .data")
     target.data = value.materialize() if isinstance(value, DirectUses) else value
 
@@ -158,6 +163,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
         "__array__",
         "__deepcopy__",
         "__dlpack__",
+        "__dlpack_device__",
         "__format__",
         "__reduce_ex__",
         "__repr__",

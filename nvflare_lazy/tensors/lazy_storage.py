@@ -6,16 +6,13 @@ A lazy tensor is a geometry over one of these, as an ordinary tensor is one over
 
 from __future__ import annotations
 
-import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from nvflare_lazy.tensors.byte_source import MemorySource
+from nvflare_lazy.errors import SourceError
+from nvflare_lazy.tensors.byte_source import ByteSource
 from nvflare_lazy.tensors.raw_bytes import new_memory, storage_bytes
-
-if TYPE_CHECKING:
-    from nvflare_lazy.tensors.byte_source import ByteSource
 
 
 class LazyStorage:
@@ -31,8 +28,9 @@ class LazyStorage:
 
     def __init__(self, source: ByteSource) -> None:
         self._source = source
-        self._pinned: torch.Tensor | None = None
-        self._lock = threading.Lock()
+        # A dictionary for its `setdefault`, which needs no lock: one that is held while another thread forks stays
+        # held in the child for good.
+        self._pinned: dict[str, PinnedSource] = {}
 
     @property
     def source(self) -> ByteSource:
@@ -41,14 +39,36 @@ class LazyStorage:
 
     def pin(self) -> torch.UntypedStorage:
         """Load the bytes, once, and return the storage that holds them."""
-        with self._lock:
-            if self._pinned is None:
-                loaded = new_memory(torch.uint8, (self._source.nbytes,))
-                memory = storage_bytes(loaded)
-                self._source.read_into(memory)
-                self._pinned = loaded
-                self._source = MemorySource(memory)
-            return self._pinned.untyped_storage()
+        pinned = self._pinned.get("")
+        if pinned is None:
+            loaded = new_memory(torch.uint8, (self._source.nbytes,))
+            self._source.read_into(storage_bytes(loaded))
+            # Of several threads that come here at the same time, all go by what the first has loaded.
+            pinned = self._pinned.setdefault("", PinnedSource(loaded))
+            self._source = pinned
+        return pinned.storage
+
+
+class PinnedSource(ByteSource):
+    """The bytes of a storage that others have pointers to, and may have moved elsewhere meanwhile.
+
+    Args:
+        loaded: A tensor that is all of the storage.
+    """
+
+    def __init__(self, loaded: torch.Tensor) -> None:
+        self.storage = loaded.untyped_storage()
+        self.nbytes = self.storage.nbytes()
+
+    def _read_into(self, buffer: memoryview, offset: int) -> None:
+        left = self.storage.nbytes()
+        if offset + len(buffer) > left:
+            raise SourceError(f"{left} bytes are left of a storage of {self.nbytes}, which was made smaller")
+        whole = new_memory(torch.uint8, (0,)).set_(self.storage)
+        buffer[:] = storage_bytes(whole)[offset : offset + len(buffer)]
+
+    def describe(self) -> str:
+        return "memory"
 
 
 class Place(NamedTuple):

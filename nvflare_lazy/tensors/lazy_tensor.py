@@ -23,6 +23,7 @@ from nvflare_lazy.tensors.immutability import refuse_write
 from nvflare_lazy.tensors.lazy_storage import LazyStorage, Place
 from nvflare_lazy.tensors.operators import OperatorTraits, SharedLoads, pending_signs_minded, traits_of
 from nvflare_lazy.tensors.raw_bytes import borrowed_bytes, extent, new_memory, storage_bytes, torch_is_watched
+from nvflare_lazy.tensors.shared_work import LEAST_SHARED_BYTES
 from nvflare_lazy.tensors.strided_source import (
     StridedSource,
     check_geometry,
@@ -43,6 +44,9 @@ _CLONE = aten.clone.default
 _COPY = aten.copy_.default
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
+# What is written to a tensor that was set to a lazy one is written to that one's memory; and the offsets of the
+# others count from the beginning of the storage, wherever the tensor lies in it.
+_NEED_THE_STORAGE = (aten.set_, aten.as_strided_copy, aten.as_strided_scatter, aten._reshape_alias_copy)
 _CLONE_METHOD = torch.Tensor.clone
 _AS_IT_IS = nullcontext()
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
@@ -131,14 +135,15 @@ class LazyTensor(DirectUses):
         storage, dtype, shape, strides, offset, is_plain = self._place_
         count = prod(shape)
         reached = count if is_plain else extent(shape, strides)
-        gathered = reached > 2 * count
+        # A view that skips most of its storage is better put together than loaded with the gaps; but not where
+        # autograd goes by the strides of this tensor, which the loaded one has to have then.
+        gathered = reached > 2 * count and not self.requires_grad
         loaded = new_memory(dtype, shape, None if is_plain or gathered else strides)
         if gathered:
-            # A view that skips most of its storage is better put together than loaded with the gaps.
-            self.source.read_into(borrowed_bytes(loaded, count * dtype.itemsize))
+            self.source.read_into(storage_bytes(loaded))
         elif count:
             itemsize = dtype.itemsize
-            storage.source.read_into(borrowed_bytes(loaded, reached * itemsize), offset * itemsize)
+            _fill(loaded, reached * itemsize, storage.source, offset * itemsize)
         return loaded
 
     def read_into(self, buffer: Buffer, start: int = 0, count: int | None = None) -> None:
@@ -186,7 +191,7 @@ class LazyTensor(DirectUses):
                 # Somebody else's tensors take part: what comes of them and an ordinary tensor is theirs to say.
                 answers = (other.__torch_function__(func, others, args, kwargs) for other in others)  # type: ignore[attr-defined]
                 return next((answer for answer in answers if answer is not NotImplemented), NotImplemented)
-        with _loads, torch._C.DisableTorchFunctionSubclass():
+        with _loads.shared(), torch._C.DisableTorchFunctionSubclass():
             if kwargs.get("out") is not None:
                 # For an argument of a class of its own, torch may compute a new result and forget about `out`.
                 if _holds_lazy(kwargs["out"]):
@@ -213,7 +218,7 @@ class LazyTensor(DirectUses):
         if func is _COPY and _can_fill(args[0], args[1]):
             nbytes = args[0].nbytes
             if nbytes:
-                args[1].read_into(borrowed_bytes(args[0], nbytes))
+                _fill(args[0], nbytes, args[1].source)
             return args[0]
         with pending_signs_minded():
             return cls._call(func, traits, args, kwargs)
@@ -226,8 +231,7 @@ class LazyTensor(DirectUses):
             return _lazy_view(func, args, kwargs)
         if traits.ignores_elements and isinstance(args[0], LazyTensor):
             args = (_stand_in(args[0]), *args[1:])
-        # What is written to a tensor that was set to this one is written to this one's memory.
-        load = LazyTensor._pinned_tensor if func.overloadpacket is aten.set_ else _loads.load
+        load = LazyTensor._pinned_tensor if func.overloadpacket in _NEED_THE_STORAGE else _loads.load
         return func(*_replaced(args, load), **_replaced(kwargs, load))
 
     # ---- parts ------------------------------------------------------------------------------------------------
@@ -300,6 +304,16 @@ def _can_fill(target: torch.Tensor, lazy: object) -> bool:
 
 def _load_with_gradient(lazy: LazyTensor) -> torch.Tensor:
     return lazy.clone() if lazy.requires_grad else _loads.load(lazy)
+
+
+def _fill(memory: torch.Tensor, nbytes: int, source: ByteSource, offset: int = 0) -> None:
+    """Read into the first bytes of a tensor's memory."""
+    if nbytes < LEAST_SHARED_BYTES and source.file_range() is not None:
+        # Read by this thread alone, which holds on to the tensor until it has.
+        source.read_into(borrowed_bytes(memory, nbytes), offset)
+    else:
+        # Others may be at it a moment longer than this thread, if that is interrupted.
+        source.read_into(storage_bytes(memory)[:nbytes], offset)
 
 
 def _stand_in(lazy: LazyTensor) -> torch.Tensor:

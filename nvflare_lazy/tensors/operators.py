@@ -7,18 +7,21 @@ Split off from the tensor itself because it is about torch, and about no tensor 
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 
 
+# Their results share memory, though autograd is told that they do not.
+_UNDECLARED_VIEWS = ("unsafe_split", "unsafe_chunk", "_unsafe_view")
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
@@ -34,6 +37,7 @@ class OperatorTraits:
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
+        name = schema.name.removeprefix("aten::")
         self._func = func
         self._schema = schema
         self._places = {argument.name: place for place, argument in enumerate(schema.arguments)}
@@ -51,9 +55,8 @@ class OperatorTraits:
         self._written_places = [self._places[name] for name in self._written]
         self.gives_views = any(
             result.alias_info is not None and not result.alias_info.is_write for result in schema.returns
-        )
+        ) or name.startswith(_UNDECLARED_VIEWS)
         self.is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
-        name = schema.name.removeprefix("aten::")
         self.ignores_elements = name.startswith("new_") or name.endswith("_like")
 
     def take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -97,26 +100,26 @@ def pending_signs_minded() -> AbstractContextManager[None]:
 
 
 class SharedLoads(threading.local):
-    """Lets the steps of one call to torch share what they load, so that each tensor is read once a call.
-
-    A call is a `with` block; within another such block, one does nothing.
-    """
+    """Lets the steps of one call to torch share what they load, so that each tensor is read once a call."""
 
     def __init__(self) -> None:
-        self._depth = 0
-        self._held: dict[int, tuple[LazyTensor, torch.Tensor]] = {}
+        self._held: dict[int, tuple[LazyTensor, torch.Tensor]] | None = None
 
-    def __enter__(self) -> None:
-        self._depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._held.clear()
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Share loads until the block is left; within another such block, do nothing."""
+        if self._held is not None:
+            yield
+            return
+        self._held = {}
+        try:
+            yield
+        finally:
+            self._held = None
 
     def load(self, lazy: LazyTensor) -> torch.Tensor:
         """Return the loaded tensor; nobody may write to it."""
-        if not self._depth:
+        if self._held is None:
             return lazy._load()
         if id(lazy) not in self._held:
             # The lazy tensor is held as well: the id of one that is gone may be that of another one next.

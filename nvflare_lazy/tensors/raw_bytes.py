@@ -8,19 +8,39 @@ empties tensors by bytes (loading, saving, sending) goes through this one functi
 from __future__ import annotations
 
 import ctypes
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_set_tracing_state = torch._C._set_tracing_state  # type: ignore[attr-defined]  # as torch.jit itself does
 _CPU = torch.device("cpu")
 _is_included = torch._C._dispatch_tls_is_dispatch_key_included
-_MODES = torch._C.DispatchKey.Python
-_TRANSFORMS = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+_OBSERVERS = (
+    torch._C.DispatchKey.Python,
+    torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode,
+    torch._C.DispatchKey.Functionalize,
+    torch._C.DispatchKey.PreDispatch,
+)
+_OTHER_OBSERVERS = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize).add(torch._C.DispatchKey.PreDispatch)
 
 
 def torch_is_watched() -> bool:
-    """Whether a mode or a function transform is to hear of what torch does in this thread at the moment."""
-    return bool(torch._C._len_torch_function_stack() or _is_included(_MODES) or _is_included(_TRANSFORMS))
+    """Whether somebody is to hear of what torch does in this thread at the moment.
+
+    A mode, a function transform, a tracer, or automatic differentiation that goes forward.
+    """
+    return (
+        torch._C._len_torch_function_stack() > 0
+        or any(map(_is_included, _OBSERVERS))
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def new_memory(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -31,10 +51,30 @@ def new_memory(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, .
     """
     if strides is None and not torch_is_watched():
         return torch.empty(shape, dtype=dtype, device=_CPU)
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableTorchDispatch(),
+        torch._C._DisableFuncTorch(),
+        torch._C._ExcludeDispatchKeyGuard(_OTHER_OBSERVERS),
+        _untraced(),
+    ):
         if strides is None:
             return torch.empty(shape, dtype=dtype, device=_CPU)
         return torch.empty_strided(shape, strides, dtype=dtype, device=_CPU)
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    """Keep `torch.jit.trace` from recording what is done in the block."""
+    state = torch._C._get_tracing_state()
+    if state is None:
+        yield
+        return
+    _set_tracing_state(None)
+    try:
+        yield
+    finally:
+        _set_tracing_state(state)
 
 
 def storage_bytes(tensor: torch.Tensor) -> memoryview:
@@ -73,7 +113,10 @@ def borrowed_bytes(tensor: torch.Tensor, nbytes: int) -> memoryview:
         tensor: An ordinary tensor on the CPU.
         nbytes: How many bytes, at least one, all of them inside of the tensor.
     """
-    view: memoryview = _view_of_memory(tensor.data_ptr(), nbytes, _WRITABLE)
+    address = tensor.data_ptr()
+    if not address:
+        raise ValueError(f"a {type(tensor).__name__} without memory cannot be seen as bytes")
+    view: memoryview = _view_of_memory(address, nbytes, _WRITABLE)
     return view.cast("B")
 
 

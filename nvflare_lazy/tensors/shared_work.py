@@ -11,8 +11,9 @@ import logging
 import os
 import threading
 import zlib
+from contextlib import suppress
 from functools import lru_cache
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ _MOST_HELPERS = 3
 # How often, and with what pause between, a caller looks for the end of the last piece before it falls asleep.
 _LOOKS = 12
 _PAUSE = bytes(16 << 10)
+_LOOK_AGAIN = 0.1
 
 
 def available_cores() -> int:
@@ -55,59 +57,78 @@ def _pieces(nbytes: int, workers: int) -> tuple[tuple[int, int], ...]:
     return tuple(pieces)
 
 
-def _take(seat: threading.Lock) -> None:
-    """Take a seat, and stay awake for a moment if it is not free: to be woken takes as long as copying half a MiB."""
-    for _ in range(_LOOKS):
-        if seat.acquire(blocking=False):
-            return
-        zlib.crc32(_PAUSE)  # some microseconds in which others have the interpreter
-    seat.acquire()
-
-
 class _Job:
     """Work that whoever is free takes pieces of.
 
-    A helper sits down before it begins; the caller, when no pieces are left, takes the seats that are still free, and
-    waits for those that are not. So nobody waits for helpers that are busy with the work of others.
+    A helper says that it comes, and leaves again if the work is over by then; the caller, when no pieces are left,
+    waits for those that came before. So nobody waits for helpers that are busy with the work of others.
     """
 
-    def __init__(self, work: Callable[[int, int], None], nbytes: int, seats: int) -> None:
+    def __init__(self, work: Callable[[int, int], None], nbytes: int, helpers: int) -> None:
         self._work = work
-        self._pieces = iter(_pieces(nbytes, seats + 1))
-        self._seats = [threading.Lock() for _ in range(seats)]
+        self._helpers = helpers
+        self._pieces = iter(_pieces(nbytes, helpers + 1))
+        # Lists, since appending to them cannot be interrupted half way.
+        self._came: list[None] = []
+        self._left: list[None] = []
+        self._leaving: SimpleQueue[None] = SimpleQueue()
         self._errors: list[BaseException] = []
-        self._stopped = False
+        self._failed = False
+        self._over = False
 
-    def run(self) -> None:
-        """Do what others leave, return when all of it is done, and raise the first error."""
-        try:
-            self._take_pieces()
-        finally:
-            self._stopped = True
-            for seat in self._seats:
-                _take(seat)
-            del self._work  # it holds on to the caller's memory, and this may still be in the queue
+    def run(self, helpers: _Helpers) -> None:
+        """Do what others leave, return when all of it is done, and raise the first error.
+
+        Nobody works on it any more then, even if the caller is interrupted: helpers write to memory of the caller's.
+        """
+        begun, failure = False, None
+        while True:
+            try:
+                if not begun:
+                    begun = True
+                    helpers.call(self, self._helpers)
+                    self._take_pieces()
+                self._over = True
+                self._wait_for_helpers()
+                break
+            except BaseException as error:
+                self._failed = True
+                failure = failure or error
+        del self._work  # it holds on to the caller's memory, and this may still be in the queue
+        if failure is not None:
+            raise failure
         if self._errors:
             raise self._errors[0]
 
     def help(self) -> None:
         """Take pieces for as long as there are any."""
-        seat = next((seat for seat in self._seats if seat.acquire(blocking=False)), None)
-        if seat is None:
-            return
+        self._came.append(None)
         try:
-            self._take_pieces()
+            if not self._over:
+                self._take_pieces()
         except BaseException as error:
             self._errors.append(error)
-            self._stopped = True
+            self._failed = True
         finally:
-            seat.release()
+            self._left.append(None)
+            self._leaving.put(None)
 
     def _take_pieces(self) -> None:
         for begin, end in self._pieces:
-            if self._stopped:
+            if self._failed:
                 return
             self._work(begin, end)
+
+    def _wait_for_helpers(self) -> None:
+        # Awake for a moment, since to be woken takes as long as copying half a MiB.
+        for _ in range(_LOOKS):
+            if len(self._left) == len(self._came):
+                return
+            zlib.crc32(_PAUSE)  # some microseconds in which others have the interpreter
+        while len(self._left) < len(self._came):
+            # An interrupt may have taken a helper's word with it: look again now and then.
+            with suppress(Empty):
+                self._leaving.get(timeout=_LOOK_AGAIN)
 
 
 class _Helpers:
@@ -152,10 +173,7 @@ def in_shares(work: Callable[[int, int], None], nbytes: int) -> None:
     if nbytes < LEAST_SHARED_BYTES or not helpers.most:
         work(0, nbytes)
         return
-    wanted = min(helpers.most, nbytes // LEAST_SHARED_BYTES)
-    job = _Job(work, nbytes, wanted)
-    helpers.call(job, wanted)
-    job.run()
+    _Job(work, nbytes, min(helpers.most, nbytes // LEAST_SHARED_BYTES)).run(helpers)
 
 
 _helpers = _Helpers()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,7 +17,8 @@ import pytest
 import torch
 
 from nvflare_lazy.errors import ReleasedSourceError
-from nvflare_lazy.tensors.byte_source import FileSource, OpenFile
+from nvflare_lazy.tensors.byte_source import FileSource, MemorySource, OpenFile
+from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict, OwnedDirectory
 from nvflare_lazy.tensors.tensor_entry import TensorEntry
 
@@ -238,3 +240,28 @@ def test_stock_fobs():
         print("sent")
     """
     assert run(code) == "sent\n"
+
+
+def test_forked_while_another_thread_pins():
+    """A child can take a pointer although a thread of its parent was about to."""
+    reading, goes_on = threading.Event(), threading.Event()
+
+    class SlowSource(MemorySource):
+        def _read_into(self, buffer, offset):
+            reading.set()
+            if os.getpid() == parent:
+                goes_on.wait(30)
+            super()._read_into(buffer, offset)
+
+    parent = os.getpid()
+    made = LazyTensor(SlowSource(bytes(16)), torch.float32, (4,))
+    thread = threading.Thread(target=made.data_ptr)
+    thread.start()
+    reading.wait(30)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        os._exit(0 if made.data_ptr() else 1)
+    goes_on.set()
+    thread.join(30)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

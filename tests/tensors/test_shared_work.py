@@ -103,7 +103,7 @@ def test_errors_wait_for_the_helpers(own):
 def test_memory_is_let_go(tmp_path):
     """What helpers have not looked at yet does not hold on to the caller's memory."""
     job = shared_work._Job(lambda begin, end: None, MANY, 3)
-    job.run()
+    job.run(shared_work._Helpers())
     job.help()
     assert not hasattr(job, "_work")
 
@@ -149,3 +149,60 @@ atexit.register(lambda: print(source.read().count(b"x")))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert (done.stdout.split(), done.stderr) == ([str(MANY)] * 2, "")
+
+
+INTERRUPTED = """
+import signal, threading, time
+import torch
+from nvflare_lazy.tensors import shared_work
+from nvflare_lazy.tensors.byte_source import OpenFile, open_source
+from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+
+NBYTES = 8 << 20
+open("data", "wb").write(bytes([170]) * NBYTES)
+shared_work._helpers.most = 1
+real = OpenFile._read_part
+
+def slow(self, fd, buffer, offset):
+    time.sleep(0.05 if threading.current_thread() is threading.main_thread() else 0.6)
+    real(self, fd, buffer, offset)
+
+OpenFile._read_part = slow
+lazy = LazyTensor(open_source("data"), torch.uint8, (NBYTES,))
+target = torch.zeros(NBYTES, dtype=torch.uint8)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_REAL, 0.3, 0.1)
+try:
+    target.copy_(lazy)
+except KeyboardInterrupt:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    target.zero_()
+    time.sleep(1.5)
+    print("interrupted", target.count_nonzero().item())
+"""
+
+
+def test_interrupted_while_helpers_write(tmp_path):
+    """However often the caller is interrupted, it is let go only when nobody writes to its memory any more."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert (done.stdout.split(), done.stderr) == (["interrupted", "0"], "")
+
+
+def test_what_helpers_have_begun_is_done():
+    """A helper that has taken the last piece does it, though the caller finds nothing more to do."""
+    taken, goes_on = threading.Event(), threading.Event()
+    done = []
+
+    def work(begin, end):
+        if threading.current_thread() is not threading.main_thread():
+            taken.set()
+            goes_on.wait(30)
+        else:
+            taken.wait(30)
+            goes_on.set()
+        done.append((begin, end))
+
+    in_shares(work, LEAST_SHARED_BYTES)
+    assert sorted(done) == list(shared_work._pieces(LEAST_SHARED_BYTES, 2))

@@ -20,7 +20,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from nvflare_lazy.errors import ImmutableTensorError
+from nvflare_lazy.errors import ImmutableTensorError, SourceError
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from tests.tensors.lazily import assert_same, copied, lazy
 
@@ -329,7 +329,6 @@ WRITES = {
         nn.Linear(4, 2).state_dict()
     ),
     "clip a lazy gradient": lambda: nn.utils.clip_grad_value_(with_gradient(lazy(X)), 0.5),
-    "memory format": lambda: with_state(lazy, nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last),
     "share_memory": lambda: with_state(lazy).share_memory(),
     "mark_dirty": lambda: InPlace.apply(lazy(X)),
     "largest norm": lambda: with_state(lazy, nn.Embedding(10, 4, max_norm=0.1))(torch.tensor([1])),
@@ -434,3 +433,124 @@ def test_numpy_of_the_world():
     assert np.linalg.norm(x) == np.linalg.norm(X)
     assert_same(np.float32(2) * np.asarray(x), np.float32(2) * X.numpy())
     assert F.relu(x).numpy().flags.writeable
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.cpu(),
+        lambda module: module.float(),
+        lambda module: module.to("cpu", torch.float32),
+        lambda module: module.to(memory_format=torch.channels_last),
+        lambda module: module.double(),
+    ],
+)
+def test_modules_are_moved_and_converted(change):
+    """A module of lazy parameters becomes what one of ordinary ones does, also where nothing is to be changed."""
+    ordinary = change(with_state(copied, seeded(nn.Conv2d, 3, 4, 3))).state_dict()
+    made = change(with_state(lazy, seeded(nn.Conv2d, 3, 4, 3))).state_dict()
+    assert {name: tensor.stride() for name, tensor in made.items()} == {n: t.stride() for n, t in ordinary.items()}
+    assert_same(dict(made), dict(ordinary))
+
+
+def test_forward_mode_derivatives_of_clones():
+    """A clone carries its tangent."""
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(lazy(X), torch.ones_like(X))
+        assert_same(forward_ad.unpack_dual(dual.clone()).tangent, torch.ones_like(X))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("load", [lambda t: t.clone(), lambda t: t.materialize(), lambda t: t * 1])
+def test_traced_functions(load):
+    """What a tracer records of a function that loads a tensor gives the same as the function."""
+    made = lazy(X)
+    assert_same(torch.jit.trace(lambda x: x * load(made), (torch.ones_like(X),))(torch.ones_like(X)), X)
+
+
+def test_functionalization():
+    """Loading works where torch functionalizes what is done."""
+    made = lazy(X)
+    torch._enable_functionalization(reapply_views=True)
+    try:
+        loaded = made.clone()
+    finally:
+        torch._disable_functionalization()
+    assert_same(loaded, X)
+
+
+def test_gradient_of_a_determinant_of_a_view_with_gaps():
+    """Forward and backward go by the same strides."""
+    torch.manual_seed(0)
+    big = torch.zeros(5, 5, 3)
+    big[..., 0] = torch.randn(5, 5)
+
+    def gradient(tensor: torch.Tensor) -> torch.Tensor:
+        leaf = tensor[..., 0].detach().requires_grad_()
+        return torch.autograd.grad(torch.linalg.det(leaf), leaf)[0]
+
+    assert torch.allclose(gradient(LazyTensor.from_tensor(big)), gradient(big), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: torch.as_strided_copy(x[1:], (2, 2), (4, 1), 1),
+        lambda x: torch.as_strided_scatter(x[1:], torch.zeros(2, 2), (2, 2), (4, 1), 5),
+    ],
+)
+def test_offsets_that_count_from_the_storage(use):
+    """Operators that take an offset mean the storage's, not the view's."""
+    assert_same(use(lazy(X)), use(copied(X)))
+
+
+@pytest.mark.parametrize(
+    "parts", [lambda x: torch.unsafe_split(x, 2), lambda x: torch.unsafe_chunk(x, 2), lambda x: [x.view(-1)]]
+)
+def test_writes_to_parts_raise(parts):
+    """Parts share memory, whatever their operator declares; so they cannot be written to either."""
+    with pytest.raises(ImmutableTensorError, match=r"call materialize\(\)"):
+        parts(lazy(X))[0].add_(1)
+    assert_same(torch.cat([part.reshape(-1) for part in parts(lazy(X))]), X.reshape(-1))
+
+
+MOVES = [
+    lambda tensor: torch.empty(0).set_(tensor).resize_(1 << 16),
+    lambda tensor: tensor.untyped_storage().resize_(1 << 16),
+    lambda tensor: tensor.untyped_storage().share_memory_(),
+    lambda tensor: tensor.storage().share_memory_(),
+]
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("move", MOVES)
+def test_a_storage_that_is_moved(move):
+    """Where the memory of a storage goes, its lazy tensors follow."""
+    made = lazy(X)
+    move(made)
+    others = [torch.full((12,), 7.0) for _ in range(200)]  # where it was before, perhaps
+    assert_same(made + 0, X)
+    assert len(others) == 200
+
+
+def test_a_storage_that_is_made_smaller():
+    """What is not there any more is not read."""
+    made = lazy(X)
+    made.untyped_storage().resize_(8)
+    with pytest.raises(SourceError, match="8 bytes are left of a storage of 48"):
+        made.sum()
+
+
+def test_memory_that_is_not_there():
+    """A tensor without memory cannot be filled."""
+    empty = torch.empty(3, 4)
+    empty.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="without memory"):
+        empty.copy_(lazy(X))
+
+
+def test_where_it_is_can_be_asked_without_reading():
+    """The protocol of other libraries asks for the device first."""
+    made = lazy(X)
+    assert made.__dlpack_device__() == X.__dlpack_device__()
+    assert "in memory" in repr(made)
