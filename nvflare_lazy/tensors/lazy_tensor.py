@@ -22,7 +22,14 @@ from nvflare_lazy.tensors.direct_uses import HANDLERS, DirectUses
 from nvflare_lazy.tensors.immutability import refuse_write
 from nvflare_lazy.tensors.lazy_storage import LazyStorage, Place
 from nvflare_lazy.tensors.operators import OperatorTraits, SharedLoads, pending_signs_minded, traits_of
-from nvflare_lazy.tensors.raw_bytes import borrowed_bytes, extent, new_memory, storage_bytes, torch_is_watched
+from nvflare_lazy.tensors.raw_bytes import (
+    borrowed_bytes,
+    extent,
+    new_memory,
+    owned_bytes,
+    storage_bytes,
+    torch_is_watched,
+)
 from nvflare_lazy.tensors.shared_work import LEAST_SHARED_BYTES
 from nvflare_lazy.tensors.strided_source import (
     StridedSource,
@@ -313,7 +320,7 @@ def _fill(memory: torch.Tensor, nbytes: int, source: ByteSource, offset: int = 0
         source.read_into(borrowed_bytes(memory, nbytes), offset)
     else:
         # Others may be at it a moment longer than this thread, if that is interrupted.
-        source.read_into(storage_bytes(memory)[:nbytes], offset)
+        source.read_into(owned_bytes(memory, nbytes), offset)
 
 
 def _stand_in(lazy: LazyTensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -90,11 +90,14 @@ def storage_bytes(tensor: torch.Tensor) -> memoryview:
         raise ValueError(f"only memory of the CPU can be seen as bytes, and this tensor is on {tensor.device}")
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    address = tensor.data_ptr()
-    if not address:
-        raise ValueError(f"a {type(tensor).__name__} without memory cannot be seen as bytes")
-    count = extent(tuple(tensor.shape), tensor.stride()) * tensor.element_size()
-    return np.asarray(_Memory(tensor, address, count)).data
+    return owned_bytes(tensor, extent(tuple(tensor.shape), tensor.stride()) * tensor.element_size())
+
+
+def owned_bytes(tensor: torch.Tensor, nbytes: int) -> memoryview:
+    """Return the first bytes of the memory of `tensor`, at least one, all inside of it; they keep it alive."""
+    array = np.ndarray.__new__(_Memory, (nbytes,), np.uint8, borrowed_bytes(tensor, nbytes))
+    array.owner = tensor
+    return array.data
 
 
 _view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -106,8 +109,7 @@ _WRITABLE = 0x200
 def borrowed_bytes(tensor: torch.Tensor, nbytes: int) -> memoryview:
     """Return the first bytes of the memory of `tensor`, for as long as the caller holds on to the tensor.
 
-    What fills a tensor at once and keeps nothing uses this; after a long read, when nothing of ours is left in the
-    caches, `storage_bytes` takes as long as reading half a MiB.
+    What fills a tensor at once, in one thread, and keeps nothing uses this.
 
     Args:
         tensor: An ordinary tensor on the CPU.
@@ -117,15 +119,13 @@ def borrowed_bytes(tensor: torch.Tensor, nbytes: int) -> memoryview:
     if not address:
         raise ValueError(f"a {type(tensor).__name__} without memory cannot be seen as bytes")
     view: memoryview = _view_of_memory(address, nbytes, _WRITABLE)
-    return view.cast("B")
+    return view
 
 
-class _Memory:
-    """A run of bytes at an address, and what keeps them alive; NumPy holds on to this object."""
+class _Memory(np.ndarray[Any, Any]):
+    """A run of bytes, and what keeps them alive."""
 
-    def __init__(self, owner: torch.Tensor, address: int, count: int) -> None:
-        self.owner = owner
-        self.__array_interface__ = {"data": (address, False), "shape": (count,), "typestr": "|u1", "version": 3}
+    owner: torch.Tensor
 
 
 def extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

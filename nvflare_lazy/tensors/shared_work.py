@@ -26,8 +26,9 @@ LEAST_SHARED_BYTES = 3 << 20
 _LEAST_PIECE_BYTES = 1 << 20
 # Nobody can be interrupted within a piece.
 _MOST_PIECE_BYTES = 64 << 20
-# The first piece, the caller's, is longer by what is copied before a helper is awake.
-_HEAD_START_BYTES = 400 << 10
+# The first piece, the caller's, is longer by what is copied before a helper is awake, and a little more: a caller who
+# ends last need not be woken.
+_HEAD_START_BYTES = 600 << 10
 # Pieces begin at pages.
 _PAGE = 4096
 # More do not copy faster: by then memory is the limit.
