@@ -51,7 +51,13 @@ def _weights(context: click.Context, parameter: click.Parameter, value: str | No
 
 @click.command()
 @click.argument("sources", metavar="IN...", nargs=-1, required=True, type=click.Path())
-@click.option("--out", required=True, metavar="FILE_OR_DIR", type=click.Path(), help="Where the result goes.")
+@click.option(
+    "--out",
+    required=True,
+    metavar="FILE_OR_DIR",
+    type=click.Path(),
+    help="Where the result goes: NAME.safetensors, or a directory.",
+)
 @click.option(
     "--rule",
     default="mean",
