@@ -167,13 +167,17 @@ def test_a_disk_without_room_for_any_result(run_job: JobRunner, tmp_path: Path, 
 
 
 def test_a_disk_that_the_kernel_calls_full(run_job, tmp_path, small_disk):
-    """No quota, only a small file system: the results that do not fit are left out, and the job ends well."""
+    """No quota, only a small file system: the results that do not fit are left out, and the job ends well.
+
+    One comes after the other: of two that fill the disk at the same moment, neither may get through.
+    """
     job = FLJob(
         mode="lazy",
         model_mib=6,
         tensors=6,
         rounds=1,
         offload={"scratch_dir": str(small_disk), "min_free": 0},
+        trainer=Path(__file__).parent / "late_trainer.py",
     )
     result = run_job(job)
     (record,) = records(result, "round")
