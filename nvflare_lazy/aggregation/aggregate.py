@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from nvflare_lazy._text import parse_size
 from nvflare_lazy.aggregation.agreement import MismatchPolicy
 from nvflare_lazy.aggregation.rules import Rule, to_rule
 from nvflare_lazy.aggregation.running_round import AggregationResult, RunningRound
 from nvflare_lazy.aggregation.tile import NonFinitePolicy
 from nvflare_lazy.aggregation.workers import Progress, Watch
-from nvflare_lazy.tensors.sizes import parse_size
 
 if TYPE_CHECKING:
     import os

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nvflare_lazy._text import parse_size
 from nvflare_lazy.aggregation.agreement import agree, checked_weights, groups_of, meta_of, reasons
 from nvflare_lazy.aggregation.contributions import parts_of
 from nvflare_lazy.aggregation.engine import Engine
@@ -29,7 +30,6 @@ from nvflare_lazy.errors import (
 from nvflare_lazy.formats import StreamingWriter
 from nvflare_lazy.formats import open as open_checkpoint
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
-from nvflare_lazy.tensors.sizes import parse_size
 
 if TYPE_CHECKING:
     import os

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
+from nvflare_lazy._text import parse_size
 from nvflare_lazy.aggregation.model_step import ModelStep
 from nvflare_lazy.aggregation.optimizer_state import OptimizerStates
 from nvflare_lazy.aggregation.workers import Watch
 from nvflare_lazy.formats import open as open_checkpoint
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
-from nvflare_lazy.tensors.sizes import parse_size
 
 if TYPE_CHECKING:
     import os

@@ -114,9 +114,9 @@ def aggregate(
     target = free_target(out, "--out", force=force)
 
     import nvflare_lazy
+    from nvflare_lazy._text import format_size
     from nvflare_lazy.aggregation import Aggregation
     from nvflare_lazy.formats.shard_names import index_of
-    from nvflare_lazy.tensors.sizes import format_size
 
     try:
         aggregation = Aggregation(

@@ -24,8 +24,8 @@ def clean(root: str | None, remove: bool, other_hosts: bool) -> None:
 
     Scratch belongs to the process that leased it. What a living one has is never touched.
     """
+    from nvflare_lazy._text import format_size
     from nvflare_lazy.scratch import list_scratch, reclaim
-    from nvflare_lazy.tensors.sizes import format_size
 
     if other_hosts and not remove:
         raise click.UsageError("--other-hosts says what to remove: it needs --remove")

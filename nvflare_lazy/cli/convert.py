@@ -50,8 +50,8 @@ def convert(
     import torch
 
     import nvflare_lazy
+    from nvflare_lazy._text import format_size
     from nvflare_lazy.formats.tensor_content import meta_of
-    from nvflare_lazy.tensors.sizes import format_size
 
     tensors = nvflare_lazy.open(source, section=section)
     to_dtype = getattr(torch, _DTYPES[dtype]) if dtype else None

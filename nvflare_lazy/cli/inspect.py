@@ -68,14 +68,14 @@ def inspect(file: str, section: str | None, match: re.Pattern[str] | None, as_js
 
 
 def _print_rows(rows: list[Row]) -> None:
-    from nvflare_lazy.tensors.sizes import format_size
+    from nvflare_lazy._text import format_size
 
     cells = [[printable(row.name), row.dtype, str(list(row.shape)), format_size(row.nbytes)] for row in rows]
     _print_table([["NAME", "DTYPE", "SHAPE", "SIZE"], *cells], right={3})
 
 
 def _print_totals(altogether: Total, by_dtype: dict[str, Total]) -> None:
-    from nvflare_lazy.tensors.sizes import format_size
+    from nvflare_lazy._text import format_size
 
     totals = [*sorted(by_dtype.items(), key=lambda item: -item[1].nbytes), ("total", altogether)]
     cells = [[name, f"{total.tensors:,}", f"{total.elements:,}", format_size(total.nbytes)] for name, total in totals]

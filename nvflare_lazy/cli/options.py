@@ -26,7 +26,7 @@ def regex(context: click.Context, parameter: click.Parameter, value: str | None)
 
 def size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
     """Click callback: return a size such as "5GiB" in bytes."""
-    from nvflare_lazy.tensors.sizes import parse_size
+    from nvflare_lazy._text import parse_size
 
     try:
         return None if value is None else parse_size(value)

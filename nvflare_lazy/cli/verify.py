@@ -26,8 +26,8 @@ def verify(context: click.Context, files: tuple[str, ...], section: str | None, 
 
     The exit code is 0 if all files are good, and 1 if any is not.
     """
+    from nvflare_lazy._text import format_size
     from nvflare_lazy.cli.checking import check
-    from nvflare_lazy.tensors.sizes import format_size
 
     bad = 0
     for file in files:

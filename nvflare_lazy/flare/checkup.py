@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from nvflare_lazy._text import format_size
 from nvflare_lazy.errors import ScratchError
 from nvflare_lazy.scratch import JobScratch, list_scratch
-from nvflare_lazy.tensors.sizes import format_size
 
 OK, WARNING, PROBLEM = "ok", "WARNING", "PROBLEM"
 _PACKAGES = ("nvflare-lazy", "nvflare", "torch", "safetensors", "numpy")

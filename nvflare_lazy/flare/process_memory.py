@@ -8,9 +8,9 @@ import gc
 import os
 import threading
 import time
-from pathlib import Path
 
-_STATUS = Path("/proc/self/status")
+from nvflare_lazy._system import anonymous_bytes
+
 # From glibc's malloc.h: what the C library is told, and what each setting is for.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _SETTINGS = (
@@ -111,17 +111,6 @@ class FreeMemory:
         if self._strict_since:
             self._strict_since = 0.0
             keep_little_free_memory(forwards_only=self._forwards_only)
-
-
-def anonymous_bytes() -> int:
-    """Return the anonymous memory of this process in bytes, or 0 where the kernel does not tell."""
-    try:
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
 
 
 def give_back_free_memory() -> None:

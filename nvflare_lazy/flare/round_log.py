@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nvflare_lazy.flare.process_memory import anonymous_bytes
-from nvflare_lazy.tensors.sizes import format_size
+from nvflare_lazy._system import anonymous_bytes
+from nvflare_lazy._text import format_size
 
 FILE_NAME = "nvflare_lazy.jsonl"
 

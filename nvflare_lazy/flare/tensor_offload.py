@@ -23,6 +23,7 @@ from nvflare.app_common.abstract.model import ModelLearnableKey
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 
+from nvflare_lazy._text import format_size, parse_size
 from nvflare_lazy.errors import ScratchError, UnfitResultError
 from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.fit import wrong_shape
@@ -30,7 +31,6 @@ from nvflare_lazy.flare.process_memory import FreeMemory, keep_little_free_memor
 from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
 from nvflare_lazy.flare.weights import is_lazy, is_weight
 from nvflare_lazy.scratch import JobScratch, use_job_scratch
-from nvflare_lazy.tensors.sizes import format_size, parse_size
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.failed import failure_of
 from nvflare_lazy.transport.registration import register, registered

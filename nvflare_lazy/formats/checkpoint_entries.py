@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import StorageError, TensorGeometryError, UnsupportedDtypeError, UnsupportedTensorError
 from nvflare_lazy.formats.pickled_tensors import StorageRef, TensorRef, UnsupportedTensor
 from nvflare_lazy.formats.rewritten_source import ByteSwappedSource, SignFlippedSource
-from nvflare_lazy.formats.strict_json import quoted
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.byte_source import FailedSource
 from nvflare_lazy.tensors.raw_bytes import extent

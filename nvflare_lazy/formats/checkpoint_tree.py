@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import MalformedPickleError, NameCollisionError, SectionError
 from nvflare_lazy.formats.pickled_numpy import PickledArray, PickledDtype
 from nvflare_lazy.formats.pickled_tensors import (
@@ -20,7 +21,6 @@ from nvflare_lazy.formats.pickled_tensors import (
     TensorRef,
     UnsupportedTensor,
 )
-from nvflare_lazy.formats.strict_json import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -13,6 +13,8 @@ import os
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from nvflare_lazy._system import mounts
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -27,7 +29,6 @@ _SERVER_COPIES = frozenset(("ceph", "cifs", "nfs4", "smb3"))
 # Answers of the kernel that mean "not with these two files": the bytes are copied here instead.
 _NOT_HERE = frozenset((errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF))
 _MOST_BYTES_A_COPY = 1 << 30
-_MOUNTS = "/proc/self/mountinfo"
 
 
 def copy_into(
@@ -80,11 +81,5 @@ def _copied_by_server(file: AtomicFile, offset: int, source: ByteSource, written
 
 @lru_cache(maxsize=64)
 def _server_copies(device: int) -> bool:
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    with open(_MOUNTS) as mounts:
-        for line in mounts:
-            # "36 35 98:0 /root /mount options optional... - type source options"
-            fields = line.split()
-            if fields[2] == wanted:
-                return fields[fields.index("-") + 1] in _SERVER_COPIES
-    return False
+    number = f"{os.major(device)}:{os.minor(device)}"
+    return any(mount.device == number and mount.kind in _SERVER_COPIES for mount in mounts())

@@ -9,8 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import StorageError
-from nvflare_lazy.formats.strict_json import quoted
 from nvflare_lazy.tensors.byte_source import OpenFile
 
 if TYPE_CHECKING:

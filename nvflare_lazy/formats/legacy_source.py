@@ -11,12 +11,12 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import MalformedPickleError, StorageError
 from nvflare_lazy.formats.data_source import LazyDataSource
 from nvflare_lazy.formats.pickle_globals import find_global
 from nvflare_lazy.formats.pickle_stream import PickleStream
 from nvflare_lazy.formats.pickled_tensors import StorageRef, storage_ref, text
-from nvflare_lazy.formats.strict_json import quoted
 from nvflare_lazy.formats.unpickler import RestrictedUnpickler
 from nvflare_lazy.tensors.byte_source import FileSource
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import ForbiddenGlobalError
 from nvflare_lazy.formats import pickled_numpy
 from nvflare_lazy.formats.pickled_tensors import (
@@ -25,7 +26,6 @@ from nvflare_lazy.formats.pickled_tensors import (
     integers,
     is_plain_key,
 )
-from nvflare_lazy.formats.strict_json import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable

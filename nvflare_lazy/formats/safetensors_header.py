@@ -20,6 +20,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import (
     DataTruncatedError,
     HeaderPaddingError,
@@ -38,7 +39,7 @@ from nvflare_lazy.errors import (
     TrailingDataError,
     UnknownDtypeError,
 )
-from nvflare_lazy.formats.strict_json import JsonCursor, quoted
+from nvflare_lazy.formats.strict_json import JsonCursor
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.dtypes import ElementType
 

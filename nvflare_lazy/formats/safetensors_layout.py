@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import (
     HeaderTooLargeError,
     InvalidMetadataError,
@@ -26,7 +27,6 @@ from nvflare_lazy.formats.safetensors_header import (
     SafetensorsHeader,
     parse_header,
 )
-from nvflare_lazy.formats.strict_json import quoted
 from nvflare_lazy.tensors import dtypes
 
 _FILE_ORDER = (

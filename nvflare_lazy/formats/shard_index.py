@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import MissingShardError, SafetensorsError, ShardIndexError, ShardPathError
-from nvflare_lazy.formats.strict_json import JsonCursor, quoted
+from nvflare_lazy.formats.strict_json import JsonCursor
 from nvflare_lazy.tensors.byte_source import OpenFile
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import (
     MissingTensorError,
     RenamedTensorError,
@@ -26,7 +27,6 @@ from nvflare_lazy.errors import (
 from nvflare_lazy.formats.cast_source import CastSource
 from nvflare_lazy.formats.safetensors_layout import StateDictMeta, TensorMeta, in_file_order
 from nvflare_lazy.formats.streaming_writer import StreamingWriter
-from nvflare_lazy.formats.strict_json import quoted
 from nvflare_lazy.formats.tensor_content import bytes_of, meta_of
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 

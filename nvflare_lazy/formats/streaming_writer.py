@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from nvflare_lazy._text import parse_size, quoted
 from nvflare_lazy.errors import (
     IncompleteTensorError,
     MissingTensorError,
@@ -25,9 +26,7 @@ from nvflare_lazy.formats.atomic_file import AtomicFile
 from nvflare_lazy.formats.copying import TILE_BYTES, copy_into
 from nvflare_lazy.formats.publishing import publish_file, publish_shards
 from nvflare_lazy.formats.safetensors_layout import TensorMeta, lay_out, split_into_shards
-from nvflare_lazy.formats.strict_json import quoted
 from nvflare_lazy.formats.written_ranges import WrittenRanges
-from nvflare_lazy.tensors.sizes import parse_size
 from nvflare_lazy.tensors.strided_source import StridedSource
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-import reprlib
 from typing import TYPE_CHECKING, Any
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import DuplicateKeyError, HeaderEncodingError, HeaderJsonError, TooManyTensorsError
 
 if TYPE_CHECKING:
@@ -33,14 +33,6 @@ _LITERAL_END = re.compile(r"[^,}\]]*")
 _SPACES_TO_THE_END = re.compile(r" *\Z")
 # A value nobody asked for is passed over character by character, which takes a second for ten megabytes.
 _MOST_SKIPPED_TEXT = 1 << 20
-
-_quote = reprlib.Repr()
-_quote.maxstring = 120
-
-
-def quoted(name: object) -> str:
-    """Return what a stranger wrote as it should stand in a message: quoted, and cut if it is very long."""
-    return _quote.repr(name)
 
 
 class JsonCursor:

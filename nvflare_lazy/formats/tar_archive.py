@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import ArchiveError, DuplicateRecordError
-from nvflare_lazy.formats.strict_json import quoted
 
 if TYPE_CHECKING:
     from nvflare_lazy.tensors.byte_source import OpenFile

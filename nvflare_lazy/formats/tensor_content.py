@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import UnsavableTensorError, UnsupportedDtypeError
 from nvflare_lazy.formats.cast_source import CastSource, check_cast
 from nvflare_lazy.formats.safetensors_layout import TensorMeta
 from nvflare_lazy.formats.safetensors_reader import UntypedEntry
-from nvflare_lazy.formats.strict_json import quoted
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.byte_source import ByteSource, MemorySource
 from nvflare_lazy.tensors.dtypes import ElementType

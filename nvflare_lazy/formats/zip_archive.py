@@ -11,6 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import (
     ArchiveError,
     CompressedRecordError,
@@ -19,7 +20,6 @@ from nvflare_lazy.errors import (
     OverlappingRecordError,
     RecordNameError,
 )
-from nvflare_lazy.formats.strict_json import quoted
 
 if TYPE_CHECKING:
     from nvflare_lazy.tensors.byte_source import OpenFile

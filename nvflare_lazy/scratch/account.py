@@ -11,8 +11,8 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
+from nvflare_lazy._text import format_size, parse_size
 from nvflare_lazy.errors import DiskFullError, QuotaExceededError
-from nvflare_lazy.tensors.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from nvflare_lazy.scratch.spare_files import SpareFiles

@@ -12,9 +12,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from nvflare_lazy.tensors.sizes import format_size
+from nvflare_lazy._system import Mount, mount_of
+from nvflare_lazy._text import format_size
 
-_MOUNTS = Path("/proc/self/mountinfo")
 _MEMORY = {"tmpfs", "ramfs", "rootfs", "devtmpfs", "hugetlbfs"}
 _MEMORY_DEVICE = re.compile(r"/dev/(zram|ram)\d+")
 # Only one kernel writes to these, so its locks prove who lives; every other kind may be shared between hosts.
@@ -65,14 +65,6 @@ class RootReport:
         return tuple(found)
 
 
-@dataclass(frozen=True)
-class _Mount:
-    point: str
-    kind: str
-    source: str
-    options: dict[str, str]
-
-
 def describe_root(path: str | os.PathLike[str]) -> RootReport:
     """Say what a directory is on; it need not exist yet, and nothing is made.
 
@@ -84,7 +76,7 @@ def describe_root(path: str | os.PathLike[str]) -> RootReport:
     while not os.path.isdir(place):
         place = os.path.dirname(place)
     disk = os.statvfs(place)
-    mount = _mount_of(place, _mounts())
+    mount = mount_of(place)
     return RootReport(
         path=Path(place),
         file_system=mount.kind if mount else "unknown",
@@ -96,44 +88,12 @@ def describe_root(path: str | os.PathLike[str]) -> RootReport:
     )
 
 
-def _mounts() -> list[_Mount]:
-    try:
-        lines = _MOUNTS.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return []
-    return [mount for line in lines if (mount := _parsed(line))]
-
-
-def _parsed(line: str) -> _Mount | None:
-    # id parent major:minor root mount-point options [optional fields] - type source super-options
-    before, separator, after = line.partition(" - ")
-    fields, tail = before.split(" "), after.split(" ")
-    if not separator or len(fields) < 5 or len(tail) < 3:
-        return None
-    options = dict(option.partition("=")[::2] for option in tail[2].split(","))
-    return _Mount(_unescaped(fields[4]), tail[0], _unescaped(tail[1]), options)
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
-
-
-def _mount_of(place: str, mounts: list[_Mount]) -> _Mount | None:
-    """Return the mount a path is on: the longest mount point above it, the last one mounted there."""
-    found = None
-    for mount in mounts:
-        above = place == mount.point or place.startswith(mount.point.rstrip("/") + "/")
-        if above and (found is None or len(mount.point) >= len(found.point)):
-            found = mount
-    return found
-
-
-def _is_memory(mount: _Mount) -> bool:
+def _is_memory(mount: Mount) -> bool:
     if mount.kind in _MEMORY or _MEMORY_DEVICE.fullmatch(mount.source):
         return True
     upper = mount.options.get("upperdir") if mount.kind == "overlay" else None
     # In a container the upper directory is usually out of sight; what lies there is then unknown.
-    if upper is None or not os.path.isdir(_unescaped(upper)):
+    if upper is None or not os.path.isdir(upper):
         return False
-    below = _mount_of(os.path.realpath(_unescaped(upper)), _mounts())
+    below = mount_of(os.path.realpath(upper))
     return below is not None and below.kind != "overlay" and _is_memory(below)

@@ -13,6 +13,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
+from nvflare_lazy._text import parse_size
 from nvflare_lazy.errors import ForkedScratchError, ReleasedScratchError, ScratchError, ScratchGoneError
 from nvflare_lazy.scratch.account import SpaceAccount, min_free_bytes
 from nvflare_lazy.scratch.download import DownloadScratch
@@ -20,7 +21,6 @@ from nvflare_lazy.scratch.file_systems import RootReport, describe_root
 from nvflare_lazy.scratch.job_directory import JobDirectory
 from nvflare_lazy.scratch.leftovers import Reclaimed, reclaim
 from nvflare_lazy.scratch.root import ScratchRoot
-from nvflare_lazy.tensors.sizes import parse_size
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nvflare_lazy._text import format_size
 from nvflare_lazy.scratch.lease import (
     JOB_DIRECTORY,
     LEASE_BEING_MADE,
@@ -28,7 +29,6 @@ from nvflare_lazy.scratch.lease import (
 from nvflare_lazy.scratch.owner import OwnerRecord, Standing
 from nvflare_lazy.scratch.root import ScratchRoot, open_root
 from nvflare_lazy.scratch.trees import open_directory, remove_tree, tree_size
-from nvflare_lazy.tensors.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,6 +16,8 @@ from functools import lru_cache
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
+from nvflare_lazy._system import available_cores
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -37,11 +39,6 @@ _MOST_HELPERS = 3
 _LOOKS = 12
 _PAUSE = bytes(16 << 10)
 _LOOK_AGAIN = 0.1
-
-
-def available_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @lru_cache

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import nvflare_lazy
+from nvflare_lazy import _system
 from nvflare_lazy.errors import (
     IncompleteTensorError,
     MissingTensorError,
@@ -244,7 +245,7 @@ def test_which_file_systems_have_a_server(tmp_path: Path, monkeypatch) -> None:
         "41 22 0:52 / /share rw - cifs //server/share rw\n"
     )
     (tmp_path / "mountinfo").write_text(mounts)
-    monkeypatch.setattr(copying, "_MOUNTS", tmp_path / "mountinfo")
+    monkeypatch.setattr(_system, "_MOUNTS", tmp_path / "mountinfo")
     copying._server_copies.cache_clear()
     try:
         devices = [os.makedev(254, 0), os.makedev(0, 51), os.makedev(0, 52), os.makedev(0, 99)]

@@ -263,3 +263,10 @@ def test_guard_looks_now_and_then(disk):
     disk.free = 0
     with pytest.raises(DiskFullError):
         space.hold(account.LOOK_EVERY)
+
+
+def test_what_stays_free_by_default():
+    """1 GiB of a usual disk, a twentieth of a small one."""
+    assert account.min_free_bytes(None, 1 << 40) == 1 << 30
+    assert account.min_free_bytes(None, 1 << 30) == (1 << 30) // 20
+    assert account.min_free_bytes("10%", 1 << 40) == (1 << 40) // 10

@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from nvflare_lazy.scratch import JobScratch, describe_root, file_systems
+from nvflare_lazy import _system
+from nvflare_lazy.scratch import JobScratch, describe_root
 
 MOUNTS = r"""
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard
@@ -26,7 +27,7 @@ MOUNTS = r"""
 @pytest.fixture
 def _made_up_mounts(tmp_path, monkeypatch):
     (table := tmp_path / "mountinfo").write_text(MOUNTS)
-    monkeypatch.setattr(file_systems, "_MOUNTS", table)
+    monkeypatch.setattr(_system, "_MOUNTS", table)
     monkeypatch.setattr("os.path.realpath", lambda path: str(path))
     monkeypatch.setattr("os.path.isdir", lambda path: not str(path).startswith("/out"))
     root = os.statvfs("/")
@@ -56,7 +57,7 @@ def test_file_system_of_a_path(path, kind, memory_backed, shared):
 
 def test_unknown_where_the_system_does_not_tell(tmp_path, monkeypatch):
     """Without a table of mounts nothing is claimed, and the sizes are still there."""
-    monkeypatch.setattr(file_systems, "_MOUNTS", tmp_path / "nothing")
+    monkeypatch.setattr(_system, "_MOUNTS", tmp_path / "nothing")
     report = describe_root(tmp_path)
     assert (report.file_system, report.memory_backed) == ("unknown", False)
     assert 0 < report.free <= report.total

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes as people write and read them."""
+"""Sizes as people write and read them, and untrusted text in messages."""
 
 from __future__ import annotations
 
 import pytest
 
-from nvflare_lazy.scratch.account import min_free_bytes
-from nvflare_lazy.tensors.sizes import format_size, parse_size
+from nvflare_lazy._text import format_size, parse_size, quoted
 
 
 @pytest.mark.parametrize(
@@ -38,8 +37,7 @@ def test_format():
     assert [format_size(size) for size in sizes] == ["0 B", "1023 B", "1.5 KiB", "5.0 GiB", "3.0 PiB", "5000.0 PiB"]
 
 
-def test_what_stays_free_by_default():
-    """1 GiB of a usual disk, a twentieth of a small one."""
-    assert min_free_bytes(None, 1 << 40) == 1 << 30
-    assert min_free_bytes(None, 1 << 30) == (1 << 30) // 20
-    assert min_free_bytes("10%", 1 << 40) == (1 << 40) // 10
+def test_quoted():
+    """Untrusted text cannot move the cursor of a terminal, nor fill it."""
+    assert quoted("\x1b[2J") == r"'\x1b[2J'"
+    assert len(quoted("a" * 10_000)) == 120

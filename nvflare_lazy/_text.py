@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes as people write and read them: "256MiB", "1.5 GB", "5%"."""
+"""Sizes as people write and read them ("256MiB", "1.5 GB", "5%"), and untrusted text in messages."""
 
 from __future__ import annotations
 
 import re
+import reprlib
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[f"{_letter}IB"] = 1024**_power
     _UNITS[f"{_letter}B"] = 1000**_power
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*")
+
+_quote = reprlib.Repr()
+_quote.maxstring = 120
 
 
 def parse_size(size: int | str, *, of: int | None = None) -> int:
@@ -48,3 +52,8 @@ def format_size(nbytes: int) -> str:
             return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} PiB"
+
+
+def quoted(text: object) -> str:
+    """Return untrusted text as a message shows it: quoted, and cut if it is very long."""
+    return _quote.repr(text)
