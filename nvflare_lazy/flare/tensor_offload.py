@@ -84,6 +84,8 @@ class TensorOffload(FLComponent):
             parse_size(quota)
         self._engine: Any = None
         self._scratch: JobScratch | None = None
+        # What to put back when the run ends: `install()` in this process, and a run around this one, outlast it.
+        self._before: tuple[JobScratch | None, offload.ReceiveMode | None] | None = None
         self._log: RoundLog | None = None
         self._round: int | None = None
         self._memory: FreeMemory | None = None
@@ -122,7 +124,8 @@ class TensorOffload(FLComponent):
         except ScratchError as error:
             self.system_panic(f"no scratch for tensors: {error}", fl_ctx)
             return
-        offload.enable(self._scratch, inflight_bytes=self._inflight_bytes)
+        mode = offload.ReceiveMode(on_disk=True, inflight_bytes=self._inflight_bytes)
+        self._before = use_job_scratch(self._scratch), offload.use(mode)
         self._memory = FreeMemory(parse_size(self.memory_budget), forwards_only=forwards_only)
         TURNS.tidy_with(self._memory.look)
         job_context.set_offload(fl_ctx, self)
@@ -137,11 +140,13 @@ class TensorOffload(FLComponent):
 
     def _end(self) -> None:
         self._end_round()
-        offload.reset()
         TURNS.tidy_with(None)
+        if self._before is not None:
+            (scratch_before, mode_before), self._before = self._before, None
+            use_job_scratch(scratch_before)
+            offload.use(mode_before)
         scratch, self._scratch = self._scratch, None
         if scratch is not None:
-            use_job_scratch(None)
             scratch.release()
 
     # ---- one result ----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from nvflare.private.fed.client.client_runner import TaskRouter
 
 import nvflare_lazy
 from nvflare_lazy.flare import TensorOffload, job_context, tensor_offload
-from nvflare_lazy.scratch import current_job_scratch
+from nvflare_lazy.scratch import current_job_scratch, reset_job_scratch
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.budget import BUDGET
 from nvflare_lazy.transport.registration import registered
@@ -29,11 +29,10 @@ from tests.flare.conftest import give
 
 
 @pytest.fixture(autouse=True)
-def _budget_as_before():
-    before = BUDGET.limit
+def _mode_of_a_new_process():
+    before = offload.use(None)
     yield
-    BUDGET.resize(before)
-    offload.reset()
+    offload.use(before)
 
 
 def test_a_run_has_scratch_of_its_own_from_beginning_to_end(fl_ctx, tmp_path):
@@ -63,6 +62,37 @@ def test_a_script_in_the_same_process_changes_nothing(fl_ctx, tmp_path):
     assert BUDGET.limit == 16 << 20
     component.handle_event(EventType.END_RUN, fl_ctx)
     assert not scratch.path.exists()
+
+
+def run(component, event, fl_ctx):
+    component.handle_event(event, fl_ctx)
+    return offload.destination(None), BUDGET.limit
+
+
+def test_install_survives_a_job(fl_ctx, tmp_path, monkeypatch):
+    """After `install()` and a job in the same process, tensors still go to disk, within the limit from before."""
+    monkeypatch.setenv("NVFLARE_LAZY_SCRATCH", str(tmp_path / "process"))
+    nvflare_lazy.install()
+    limit, scratch = BUDGET.limit, current_job_scratch()
+    component = TensorOffload(str(tmp_path / "job"), memory_budget="1GiB")
+    during, _ = run(component, EventType.START_RUN, fl_ctx)
+    assert during is not scratch
+    assert BUDGET.limit == 256 << 20
+    assert run(component, EventType.END_RUN, fl_ctx) == (scratch, limit)
+    reset_job_scratch()
+
+
+def test_jobs_restore_what_they_found(fl_ctx, tmp_path):
+    """A job within a job puts back the outer one's mode, and that the process's, which is to ask NVFlare."""
+    before = run(TensorOffload(), EventType.END_WORKFLOW, fl_ctx)
+    outer, inner = (TensorOffload(str(tmp_path / name), memory_budget=f"{n}MiB") for n, name in ((64, "a"), (32, "b")))
+    outside = run(outer, EventType.START_RUN, fl_ctx)
+    inside = run(inner, EventType.START_RUN, fl_ctx)
+    assert inside[0] is not outside[0]
+    assert (outside[1], inside[1]) == (16 << 20, 8 << 20)
+    assert run(inner, EventType.END_RUN, fl_ctx) == outside
+    assert run(inner, EventType.END_RUN, fl_ctx) == outside  # ends once
+    assert run(outer, EventType.END_RUN, fl_ctx) == before == (None, 32 << 20)
 
 
 def test_without_scratch_there_is_no_job(fl_ctx, engine, tmp_path):
