@@ -21,14 +21,14 @@ def lint(directory: Path, modules: dict[str, str]) -> tuple[int, str]:
     for name, source in {"__init__": "", **modules}.items():
         path = package / f"{name.replace('.', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not (init := path.parent / "__init__.py").exists():
-            init.touch()
+        for parent in path.relative_to(package).parents:
+            (package / parent / "__init__.py").touch()
         path.write_text(source)
     shutil.copy(ROOT / "pyproject.toml", directory)
     done = subprocess.run(
         [sys.executable, "-c", LINT_IMPORTS, "--no-cache"],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(directory)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(directory), str(ROOT)])},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -115,3 +115,22 @@ def test_other_ways_around(tmp_path, modules):
     code, output = lint(tmp_path, modules)
     assert code == 1, output
     assert "BROKEN" in output
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "code"),
+    [
+        ("tensors.a", "tensors._b", 0),
+        ("formats.pytorch.open", "formats.pytorch._zip", 0),
+        ("formats.pytorch._zip", "formats._commit", 0),
+        ("formats.pytorch.open", "tensors._b", 1),
+        ("formats.open", "formats.pytorch._zip", 1),
+        ("aggregation.api", "aggregation._engine.passes", 0),
+        ("flare.a", "aggregation._engine.passes", 1),
+    ],
+)
+def test_private_modules(tmp_path, importer, imported, code):
+    """A module or package whose name begins with an underscore is imported only inside its parent package."""
+    found, output = lint(tmp_path, {importer: f"import nvflare_lazy.{imported}", imported: ""})
+    assert found == code, output
+    assert ("which is private to its package" in " ".join(output.split())) == bool(code)
