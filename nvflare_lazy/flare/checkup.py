@@ -151,14 +151,13 @@ def allow_list(site: Path) -> Iterator[Finding]:
 def _speed(job: JobScratch) -> Finding:
     block = bytearray(8 << 20)
     with job.download("speed") as download:
-        path = download.path / "speed"
+        file = download.new_file()
         started = time.monotonic()
-        with open(path, "wb", buffering=0) as file:
-            for _ in range(_SPEED_TEST_BYTES // len(block)):
-                file.write(block)
-            os.fsync(file.fileno())
+        for offset in range(0, _SPEED_TEST_BYTES, len(block)):
+            file.pwrite(block, offset)
+        with open(file.finish(), "rb") as written:
+            os.fsync(written.fileno())
         speed = _SPEED_TEST_BYTES / (time.monotonic() - started)
-        path.unlink()
     if speed < _SLOW_BYTES_PER_SECOND:
         return Finding(
             WARNING, f"scratch takes {format_size(int(speed))}/s: rounds will wait for it; use a faster disk"

@@ -182,6 +182,7 @@ class LazyAggregator(ModelAggregator):
             )
         except NothingToAggregateError as error:
             raise TooFewResultsError(f"round {self._round_number()} has no usable results: {error}") from error
+        outgoing.written(place)
         for client, reason in result.report.left_out.items():
             self._leave_out(client, str(reason))
         took_part = list(result.report.contributors)

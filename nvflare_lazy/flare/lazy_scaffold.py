@@ -131,5 +131,6 @@ class LazyScaffold(Scaffold):
             reference=self._controls,
             keep_alive=place,
         )
+        outgoing.written(place)
         moved = self._add.take(self._controls, mean.tensors, "DIFF", outgoing, self.current_round, memory_budget=budget)
         return as_weights(moved.entries, numpy=holds_arrays(self._controls))

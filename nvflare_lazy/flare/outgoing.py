@@ -24,6 +24,10 @@ class InScratch:
         self._download = job.download("aggregate", expect=nbytes)
         self.path = self._download.path / "model.safetensors"
 
+    def adopt(self) -> None:
+        """Count the file, once it is there, instead of what was expected of it."""
+        self._download.adopt(self.path.name)
+
 
 class Outgoing:
     """Makes places for files.
@@ -51,3 +55,9 @@ class Outgoing:
         if self._incoming is not None:
             return ScratchModelFile(self._incoming)
         return InScratch(current_job_scratch(), nbytes)
+
+    @staticmethod
+    def written(place: Any) -> None:
+        """Count a file that was written to a place, if it is in scratch."""
+        if isinstance(place, InScratch):
+            place.adopt()

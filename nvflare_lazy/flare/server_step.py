@@ -7,6 +7,7 @@ asks for, with which step in which round, and where its state is.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -82,9 +83,11 @@ class ServerStep:
         """
         if self._optimizer is None:
             place = outgoing.new(sum(int(value.nbytes) for value in base.values()))
-            return apply_difference(
+            moved = apply_difference(
                 base, aggregate, place.path, memory_budget=memory_budget, durable=False, keep_alive=place
             )
+            outgoing.written(place)
+            return moved
         averaged = {name for name in base if self._averaged.search(name)}
         optimizer = self._for_round(round_number or 0)
         entries: dict[str, TensorEntry] = {}
@@ -105,6 +108,8 @@ class ServerStep:
                 durable=False,
                 keep_alive=place,
             )
+            outgoing.written(place)
+            self._count_states()
             if len(names) == len(base):
                 return taken
             entries.update(taken.entries)
@@ -116,6 +121,12 @@ class ServerStep:
         if self._scratch is None:
             self._scratch = current_job_scratch().download("optimizer")
         return self._scratch.path
+
+    def _count_states(self) -> None:
+        """Count the state files that are in scratch: they are not written through it."""
+        if self._scratch is not None:
+            for name in os.listdir(self._scratch.path):
+                self._scratch.adopt(name)
 
     def _for_round(self, number: int) -> ServerOptimizer:
         assert self._optimizer is not None

@@ -79,18 +79,21 @@ class SpaceAccount:
     def hold(self, nbytes: int) -> None:
         """Hold bytes that are going to be written, or raise and hold none of them."""
         with self._lock:
-            self._take_back()
-            if self.quota is not None and self._used + nbytes > self.quota:
-                raise QuotaExceededError(
-                    f"{format_size(nbytes)} more would exceed the job's scratch quota of {format_size(self.quota)}, "
-                    f"of which {format_size(self._used)} are used; raise the quota, or look for who sends so much"
-                )
+            self._check_quota(nbytes)
             if self.quota is not None and self.spares is not None:
                 self.spares.drop(self._used + nbytes + self.spares.nbytes - self.quota)
             self._check_room(nbytes)
             self._used += nbytes
             self._pending += nbytes
             self._peak = max(self._peak, self._used)
+
+    def adopt(self, nbytes: int) -> None:
+        """Hold bytes that are on the disk already, or raise and hold none of them."""
+        with self._lock:
+            self._check_quota(nbytes)
+            self._used += nbytes
+            self._peak = max(self._peak, self._used)
+            self._written = LOOK_EVERY  # so that the next check asks the disk
 
     def wrote(self, nbytes: int) -> None:
         """Count held bytes as written; look at the disk from time to time, and raise when it fills up."""
@@ -109,6 +112,14 @@ class SpaceAccount:
             used, pending = self._returned.popleft()
             self._used -= used
             self._pending -= pending
+
+    def _check_quota(self, nbytes: int) -> None:
+        self._take_back()
+        if self.quota is not None and self._used + nbytes > self.quota:
+            raise QuotaExceededError(
+                f"{format_size(nbytes)} more would exceed the job's scratch quota of {format_size(self.quota)}, "
+                f"of which {format_size(self._used)} are used; raise the quota, or look for who sends so much"
+            )
 
     def _check_room(self, nbytes: int) -> None:
         needed = self._pending + nbytes + self.min_free
@@ -166,6 +177,25 @@ class Allotment:
             expected = min(nbytes, self._expected)
             self._hold(nbytes - expected)
             self._expected -= expected
+
+    def adopt(self, before: int, now: int) -> None:
+        """Count a file that was not written through this package, and return what was expected beyond it.
+
+        Args:
+            before: Bytes that were counted for it before.
+            now: Bytes it has on the disk.
+        """
+        with self._lock:
+            more = now - before
+            if more < 0:
+                self._return(-more, 0)
+            else:
+                expected = min(more, self._expected)
+                self._account.adopt(more - expected)
+                self._held += more - expected
+                self._expected -= expected
+                self._return(0, expected)
+            self.settle()
 
     def wrote(self, nbytes: int) -> None:
         """Count bytes that a file took as written."""

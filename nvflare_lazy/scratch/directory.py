@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import stat
 import threading
 import time
 from pathlib import Path
@@ -75,6 +76,7 @@ class DownloadDirectory:
         self._job_fd = job_fd
         self._spares = spares
         self._complete: set[str] = set()
+        self._adopted: dict[str, int] = {}
         self._gone = gone
         self._pid = os.getpid()
         # Reentrant, because a finalizer or a signal handler may come in the middle of anything.
@@ -139,6 +141,28 @@ class DownloadDirectory:
             self._open.add(file)
             os.fchmod(fd, 0o600)  # whatever the umask was
         return file
+
+    def adopt(self, file_name: str) -> None:
+        """Count a file in the directory that was written by other means."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        if os.path.basename(file_name) != file_name:
+            raise ScratchError(f"{file_name!r} is not the name of a file in {self.path}")
+        with self.writing():
+            try:
+                fd = os.open(file_name, flags, dir_fd=self._fd)
+                try:
+                    status = os.fstat(fd)
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                raise named(error, "adopt", self.path / file_name) from error
+            if not stat.S_ISREG(status.st_mode):
+                raise ScratchError(f"cannot adopt {self.path / file_name}: it is not a regular file")
+            with self._change:
+                for name in self._adopted.keys() - set(os.listdir(self._fd)):
+                    self.allotment.give_back(self._adopted.pop(name), 0)
+                self.allotment.adopt(self._adopted.get(file_name, 0), status.st_size)
+                self._adopted[file_name] = status.st_size
 
     def completed(self, file_name: str) -> None:
         """Note that a file has been received whole: others are not kept as spare files."""

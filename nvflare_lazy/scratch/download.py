@@ -71,6 +71,18 @@ class DownloadScratch:
         """Return what was expected and did not come: the download is complete."""
         self._directory.allotment.settle()
 
+    def adopt(self, name: str) -> None:
+        """Count a file that was written here by other means, such as an atomic file, and settle what was expected.
+
+        Adopting a file once more counts what it has now, and returns the bytes of adopted files that are gone.
+
+        Raises:
+            QuotaExceededError: If the job may not hold that much; the file stays where it is.
+            ScratchGoneError: If there is no such file.
+            ScratchError: If it is not a regular file directly in this directory.
+        """
+        self._directory.adopt(name)
+
     def new_file(self, suffix: str = ".safetensors") -> ScratchFile:
         """Create a file, named by this package, and open it for writing.
 

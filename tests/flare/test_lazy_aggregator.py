@@ -177,6 +177,21 @@ def test_scratch_of_a_round_goes_when_it_is_aggregated(aggregator, result, scrat
     assert scratch.used == 0
 
 
+@pytest.mark.parametrize("arguments", [{}, {"server_optimizer": {"name": "fedadam", "lr": 0.01}}], ids=["mean", "step"])
+def test_what_comes_of_a_round_is_counted_once(aggregator, result, scratch, fl_ctx, arguments):
+    """An aggregate in scratch, and an optimizer's state there, hold what they have on the disk, in every round."""
+    mine = aggregator(**arguments)
+    for _ in range(4):
+        mine.accept_model(result("site-1", a=[1.0, 2.0], b=[3.0]))
+        found = mine.aggregate_model()
+        files = [path for path in scratch.path.rglob("*") if path.is_file()]
+        assert scratch.used == sum(path.stat().st_size for path in files) > 0
+        assert scratch._account._pending == 0
+        give(fl_ctx, **{name: value.clone() for name, value in found.params.items()})
+    del found, mine
+    assert scratch.used == 0
+
+
 def test_differences_become_the_whole_model(aggregator, result, fl_ctx):
     """The global model plus the mean of the differences; tensors without one stay as they were."""
     mine = aggregator()

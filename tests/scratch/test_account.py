@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvflare_lazy.errors import DiskFullError, QuotaExceededError
+from nvflare_lazy.errors import DiskFullError, QuotaExceededError, ScratchError, ScratchGoneError
 from nvflare_lazy.scratch import JobScratch, account
 from tests.scratch.conftest import write_without_end
 
@@ -78,6 +79,55 @@ def test_negative_expectation(job):
     assert job.used == 0
 
 
+def test_adopted_file_is_counted_once(root, disk):
+    """A file that was written past this package, as aggregates are, takes what was expected of it and no more."""
+    with JobScratch.open(root, job="job", min_free=0) as job:
+        before = job.free()
+        download = job.download(expect=256_000)
+        assert job.free() == before - 256_000
+        (download.path / "model").write_bytes(bytes(200_000))
+        disk.free -= 200_000
+        download.adopt("model")
+        assert (job.used, job.free()) == (200_000, before - 200_000)
+        download.adopt("model")
+        (download.path / "more").write_bytes(bytes(1000))
+        disk.free -= 1000
+        download.adopt("more")
+        assert (job.used, job.peak, job.free()) == (201_000, 256_000, before - 201_000)
+        (download.path / "model").unlink()
+        (download.path / "more").write_bytes(bytes(500))
+        download.adopt("more")
+        assert job.used == download.nbytes == 500
+        download.release()
+        assert (job.used, job._account._pending) == (0, 0)
+
+
+def test_file_beyond_the_quota_is_not_adopted(job):
+    """What the job may not hold is said, and not counted; it goes with its directory."""
+    download = job.download(expect=400)
+    (download.path / "model").write_bytes(bytes(1001))
+    with pytest.raises(QuotaExceededError):
+        download.adopt("model")
+    assert job.used == 400
+    download.release()
+    assert job.used == 0
+
+
+def test_only_plain_files_of_the_directory_are_adopted(job, tmp_path):
+    """No links, no paths, nothing that is not a file, and nothing that is not there."""
+    (tmp_path / "elsewhere").write_bytes(bytes(100))
+    download = job.download()
+    (download.path / "link").symlink_to(tmp_path / "elsewhere")
+    (download.path / "directory").mkdir()
+    os.mkfifo(download.path / "pipe")
+    for name in ("link", "directory", "pipe", "..", ".", "", "directory/x", "../model", str(tmp_path / "elsewhere")):
+        with pytest.raises(ScratchError):
+            download.adopt(name)
+    with pytest.raises(ScratchGoneError):
+        download.adopt("missing")
+    assert job.used == 0
+
+
 def test_many_threads_get_exactly_the_quota(root):
     """However many threads ask at once, what is given out is the quota, to the byte."""
     with JobScratch.open(root, job="job", quota=1 << 20, min_free=0) as job:
@@ -123,7 +173,7 @@ def test_return_in_the_middle_of_an_addition():
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["open", "expect", "write", "preallocate", "finish", "settle", "release", "forget"]),
+        st.sampled_from(["open", "expect", "write", "preallocate", "finish", "settle", "adopt", "release", "forget"]),
         st.integers(0, 3),
         st.integers(0, 400),
         st.integers(0, 400),
@@ -155,11 +205,11 @@ class _Modelled:
 
     def clear(self):
         self.download = self.file = None
-        self.expected = self.in_files = self.file_held = self.file_end = 0
+        self.expected = self.in_files = self.file_held = self.file_end = self.adopted = 0
 
     @property
     def held(self):
-        return self.expected + self.in_files + self.file_held
+        return self.expected + self.in_files + self.file_held + self.adopted
 
     def do(self, step, offset, size):
         room = 1500 - self.job.used
@@ -174,6 +224,11 @@ class _Modelled:
         elif step == "settle":
             self.download.settle()
             self.expected = 0
+        elif step == "adopt":
+            (self.download.path / "adopted").write_bytes(bytes(size))
+            beyond = max(0, size - self.adopted - self.expected)
+            if self.tried(lambda: self.download.adopt("adopted"), beyond, room) == beyond and beyond <= room:
+                self.expected, self.adopted = 0, size
         elif self.file is None:
             self.file = self.download.new_file()
         elif step == "finish":
@@ -221,7 +276,7 @@ class _Disk:
     def f_bavail(self):
         return self.free
 
-    f_frsize = 1
+    f_frsize = f_blocks = 1
 
 
 @pytest.fixture
