@@ -36,7 +36,7 @@ def entry_of(value: Any) -> TensorEntry:
     """Return the recipe of a tensor or array, lazy or not; of an ordinary one it refers to the same memory."""
     if isinstance(value, LazyTensor):
         return TensorEntry(value.source, value.dtype, tuple(value.shape))
-    if isinstance(value, LazyArray):
+    if isinstance(value, LazyArray) and value.dtype.isnative:
         return TensorEntry(value.source, _torch_dtype(value.dtype), value.shape)
     if isinstance(value, torch.Tensor):
         return entry_of(LazyTensor.from_tensor(value.contiguous()))

@@ -58,6 +58,8 @@ def bytes_of(name: str, value: object, *, dtype: torch.dtype | None = None) -> B
         return value.source
     if isinstance(value, TensorEntry):
         value = value.lazy()
+    if isinstance(value, LazyArray) and not value.dtype.isnative:
+        value = value.materialize()
     source: ByteSource | memoryview
     if isinstance(value, (LazyTensor, LazyArray)):
         source = value.source

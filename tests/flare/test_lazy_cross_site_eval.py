@@ -11,6 +11,7 @@ from nvflare.app_common.workflows.cross_site_model_eval import CrossSiteModelEva
 
 from nvflare_lazy.flare import LazyCrossSiteEval
 from nvflare_lazy.formats import open_safetensors
+from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 
@@ -30,6 +31,16 @@ def test_a_model_is_passed_on_unread(fl_ctx, result, tmp_path, kind, numpy):
     assert type(loaded.data["w"]) is (LazyArray if numpy else LazyTensor)
     assert np.array_equal(np.asarray(loaded.data["w"]), np.arange(6.0).reshape(2, 3))
     assert list(open_safetensors(tmp_path / "site-1.safetensors")) == ["w"]
+
+
+def test_a_big_endian_array_keeps_its_values(fl_ctx, tmp_path):
+    """A client may send arrays in either byte order; safetensors files have one."""
+    values = np.array([1.0, 2.0, 3.0], ">f4")
+    data = {"lazy": LazyArray(MemorySource(values.tobytes()), ">f4", (3,)), "ordinary": values}
+    controller = LazyCrossSiteEval()
+    controller._save_dxo_content("site-1", str(tmp_path), DXO(DataKind.WEIGHTS, data=data), fl_ctx)
+    loaded = controller._load_validation_content("site-1", str(tmp_path), fl_ctx)
+    assert {name: value.tolist() for name, value in loaded.data.items()} == {name: [1.0, 2.0, 3.0] for name in data}
 
 
 def test_what_is_no_model_goes_nvflares_way(fl_ctx, tmp_path):

@@ -34,6 +34,7 @@ from nvflare_lazy.errors import (
 )
 from nvflare_lazy.formats import TensorMeta, collect_state_dict_meta, open_safetensors, save, save_safetensors_streaming
 from nvflare_lazy.formats.safetensors_layout import lay_out, split_into_shards
+from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.dtypes import ELEMENT_TYPES
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
@@ -66,6 +67,14 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 def files(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
+
+
+def test_a_big_endian_array_keeps_its_values(tmp_path: Path) -> None:
+    """A file has one byte order, whichever an array comes in, lazy or not."""
+    values = np.array([1.0, 2.0, 3.0], ">f4")
+    save({"lazy": LazyArray(MemorySource(values.tobytes()), ">f4", (3,)), "ordinary": values}, tmp_path / "m")
+    loaded = load_file(tmp_path / "m")
+    assert loaded["lazy"].tolist() == loaded["ordinary"].tolist() == [1.0, 2.0, 3.0]
 
 
 def test_golden_bytes(tmp_path: Path) -> None:
