@@ -73,27 +73,7 @@
         │   ├── TensorGeometryError                  a tensor that reaches out of its storage
         │   ├── NameCollisionError                   two tensors whose joined names are the same
         │   └── SectionError (LookupError)           the section asked for is not there
-        ├── SafetensorsError                         a rule of the safetensors format is broken
-        │   ├── HeaderTruncatedError                 ends before its header does
-        │   ├── HeaderTooLargeError                  a header longer than the format allows
-        │   ├── HeaderStartError                     the header does not begin with a brace
-        │   ├── HeaderEncodingError                  the header is not UTF-8
-        │   ├── HeaderJsonError                      the header is not JSON of the shape the format gives it
-        │   ├── HeaderPaddingError                   something other than spaces after the header's JSON
-        │   ├── DuplicateKeyError                    the same name twice
-        │   ├── TooManyTensorsError                  more names than any model has
-        │   ├── InvalidMetadataError                 metadata that is not text by name
-        │   ├── InvalidEntryError                    not exactly a dtype, a shape and data offsets
-        │   ├── UnknownDtypeError                    a dtype the format does not know
-        │   ├── InvalidShapeError                    not a list of at most 64 whole numbers
-        │   ├── SizeOverflowError                    more elements than can be counted in 63 bits
-        │   ├── PartialByteError                     a sub-byte type that does not end on a whole byte
-        │   ├── InvalidOffsetsError                  not two whole numbers in order
-        │   ├── TensorSizeError                      offsets that do not span what dtype and shape take
-        │   ├── OffsetGapError                       bytes between two tensors that belong to neither
-        │   ├── OffsetOverlapError                   bytes that belong to two tensors
-        │   ├── DataTruncatedError                   ends before its last tensor does
-        │   └── TrailingDataError                    bytes after the last tensor
+        ├── SafetensorsError                         breaks a rule of the safetensors format, which `rule` names
         └── ShardError                               the files of a sharded checkpoint do not make a whole
             ├── ShardIndexError                      the index is not JSON with a weight map
             ├── ShardPathError                       the index names a file outside of its directory
@@ -104,6 +84,32 @@ Each message names the file, tensor or peer it is about, and ends with what to d
 """
 
 from __future__ import annotations
+
+from typing import Literal
+
+#: The rules of the safetensors format, each by the name that `SafetensorsError.rule` has when it is broken.
+SafetensorsRule = Literal[
+    "header-truncated",  # the bytes end before the header does
+    "header-too-large",  # the header is longer than the format, or the caller, allows
+    "header-start",  # the header does not begin with a brace
+    "header-encoding",  # the header is not UTF-8, or spells out half a surrogate pair, which UTF-8 cannot hold
+    "header-json",  # the header is not JSON, or not an object of objects
+    "header-padding",  # something other than spaces follows the header's JSON
+    "duplicate-key",  # the same key twice in one JSON object
+    "too-many-tensors",  # more names than any model has: they would take far more memory than the file
+    "invalid-metadata",  # `__metadata__` is not an object of strings
+    "invalid-entry",  # a tensor's entry is not an object of exactly `dtype`, `shape` and `data_offsets`
+    "unknown-dtype",  # a dtype that the format does not know
+    "invalid-shape",  # a shape that is not a list of at most 64 non-negative integers
+    "size-overflow",  # a shape whose elements or bytes cannot be counted in 63 bits
+    "partial-byte",  # a tensor of a type narrower than a byte does not end on a whole byte
+    "invalid-offsets",  # `data_offsets` is not a list of two non-negative integers, the smaller one first
+    "tensor-size",  # the data offsets do not span the bytes that dtype and shape take
+    "offset-gap",  # bytes between two tensors, or before the first, that belong to none
+    "offset-overlap",  # two tensors share bytes
+    "data-truncated",  # the file ends before its last tensor does
+    "trailing-data",  # bytes after the last tensor
+]
 
 
 class NVFlareLazyError(Exception):
@@ -263,87 +269,18 @@ class SectionError(CheckpointError, LookupError):
 
 
 class SafetensorsError(FormatError):
-    """A safetensors file or header breaks a rule of the format."""
+    """A safetensors file or header breaks a rule of the format.
 
+    Attributes:
+        rule: The rule, as one of the short names of `SafetensorsRule`, which do not change.
+    """
 
-class HeaderTruncatedError(SafetensorsError):
-    """The bytes end before the header does."""
+    def __init__(self, rule: SafetensorsRule, message: str) -> None:
+        super().__init__(rule, message)
+        self.rule = rule
 
-
-class HeaderTooLargeError(SafetensorsError):
-    """The header is longer than the format, or the caller, allows."""
-
-
-class HeaderStartError(SafetensorsError):
-    """The header does not begin with a brace."""
-
-
-class HeaderEncodingError(SafetensorsError):
-    """The header is not UTF-8, or spells out half a surrogate pair, which UTF-8 cannot hold."""
-
-
-class HeaderJsonError(SafetensorsError):
-    """The header is not JSON, or not an object of objects."""
-
-
-class HeaderPaddingError(SafetensorsError):
-    """Something other than spaces follows the header's JSON."""
-
-
-class DuplicateKeyError(SafetensorsError):
-    """The same key stands twice in one JSON object."""
-
-
-class TooManyTensorsError(SafetensorsError):
-    """More names than any model has: read on, they would take far more memory than the file."""
-
-
-class InvalidMetadataError(SafetensorsError):
-    """`__metadata__` is not an object of strings."""
-
-
-class InvalidEntryError(SafetensorsError):
-    """A tensor's entry is not an object of exactly `dtype`, `shape` and `data_offsets`."""
-
-
-class UnknownDtypeError(SafetensorsError):
-    """A dtype that the format does not know."""
-
-
-class InvalidShapeError(SafetensorsError):
-    """A shape that is not a list of at most 64 non-negative whole numbers."""
-
-
-class SizeOverflowError(SafetensorsError):
-    """A shape whose elements or bytes cannot be counted in 63 bits."""
-
-
-class PartialByteError(SafetensorsError):
-    """A tensor of a type narrower than a byte does not end on a whole byte."""
-
-
-class InvalidOffsetsError(SafetensorsError):
-    """`data_offsets` is not a list of two non-negative whole numbers, the smaller one first."""
-
-
-class TensorSizeError(SafetensorsError):
-    """The data offsets do not span the bytes that dtype and shape take."""
-
-
-class OffsetGapError(SafetensorsError):
-    """Between two tensors, or before the first, lie bytes that belong to none."""
-
-
-class OffsetOverlapError(SafetensorsError):
-    """Two tensors share bytes."""
-
-
-class DataTruncatedError(SafetensorsError):
-    """The file ends before its last tensor does."""
-
-
-class TrailingDataError(SafetensorsError):
-    """Bytes follow the last tensor."""
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 class ShardError(FormatError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header of a safetensors file or message, believed in nothing: each rule of the format has its own error.
+"""The header of a safetensors file or message, untrusted: an error names the rule of the format that is broken.
 
 The first thing that looks at a checkpoint on disk and at a tensor from the wire. It is stricter than the safetensors
 library in this, and in nothing else:
@@ -21,24 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import (
-    DataTruncatedError,
-    HeaderPaddingError,
-    HeaderStartError,
-    HeaderTooLargeError,
-    HeaderTruncatedError,
-    InvalidEntryError,
-    InvalidMetadataError,
-    InvalidOffsetsError,
-    InvalidShapeError,
-    OffsetGapError,
-    OffsetOverlapError,
-    PartialByteError,
-    SizeOverflowError,
-    TensorSizeError,
-    TrailingDataError,
-    UnknownDtypeError,
-)
+from nvflare_lazy.errors import SafetensorsError
 from nvflare_lazy.formats.strict_json import JsonCursor
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.dtypes import ElementType
@@ -99,12 +82,15 @@ class SafetensorsHeader:
         """Raise unless a file or message of `total_nbytes` ends where its last tensor does."""
         expected = self.data_start + self.data_nbytes
         if total_nbytes < expected:
-            raise DataTruncatedError(
+            raise SafetensorsError(
+                "data-truncated",
                 f"{where} has {total_nbytes} of the {expected} bytes its header promises: "
-                "the download or copy broke off; fetch it again"
+                "the download or copy broke off; fetch it again",
             )
         if total_nbytes > expected:
-            raise TrailingDataError(f"{where} has {total_nbytes - expected} bytes after its last tensor")
+            raise SafetensorsError(
+                "trailing-data", f"{where} has {total_nbytes - expected} bytes after its last tensor"
+            )
 
 
 def read_header(file: OpenFile) -> SafetensorsHeader:
@@ -145,14 +131,19 @@ def header_length(
     """
     start = bytes(prefix)
     if len(start) < PREFIX_BYTES:
-        raise HeaderTruncatedError(f"{where} has {len(start)} bytes, too few for the length of a header")
+        raise SafetensorsError(
+            "header-truncated", f"{where} has {len(start)} bytes, too few for the length of a header"
+        )
     length = int.from_bytes(start, "little")
     if length > max_header_bytes:
-        raise HeaderTooLargeError(f"{where} says its header has {length} bytes; {max_header_bytes} are allowed")
+        raise SafetensorsError(
+            "header-too-large", f"{where} says its header has {length} bytes; {max_header_bytes} are allowed"
+        )
     if total_nbytes is not None and PREFIX_BYTES + length > total_nbytes:
-        raise HeaderTruncatedError(
+        raise SafetensorsError(
+            "header-truncated",
             f"{where} ends after {total_nbytes} bytes, in its header, which should have {length}: "
-            "the download or copy broke off; fetch it again"
+            "the download or copy broke off; fetch it again",
         )
     return length
 
@@ -166,7 +157,7 @@ def parse_header(text: Buffer, where: str) -> SafetensorsHeader:
     """
     text = memoryview(text).cast("B")
     if bytes(text[:1]) != b"{":
-        raise HeaderStartError(f"{where}: a header begins with '{{', this one with {bytes(text[:1])!r}")
+        raise SafetensorsError("header-start", f"{where}: a header begins with '{{', this one with {bytes(text[:1])!r}")
     cursor = JsonCursor(text, where)
     tensors: dict[str, TensorSpan] = {}
     metadata: dict[str, str] = {}
@@ -176,7 +167,9 @@ def parse_header(text: Buffer, where: str) -> SafetensorsHeader:
         else:
             tensors[key] = _span(_entry(cursor), where, key)
     if not cursor.only_spaces_follow():
-        raise HeaderPaddingError(f"{where}: only spaces may follow the header's JSON, up to its given length")
+        raise SafetensorsError(
+            "header-padding", f"{where}: only spaces may follow the header's JSON, up to its given length"
+        )
     # Stable: empty tensors keep the order of the header.
     tensors = dict(sorted(tensors.items(), key=lambda item: item[1][2:]))
     _check_coverage(tensors, where)
@@ -185,11 +178,13 @@ def parse_header(text: Buffer, where: str) -> SafetensorsHeader:
 
 def _metadata(cursor: JsonCursor, where: str) -> dict[str, str]:
     if not cursor.is_at("{"):
-        raise InvalidMetadataError(f"{where}: {METADATA_KEY} must be an object")
+        raise SafetensorsError("invalid-metadata", f"{where}: {METADATA_KEY} must be an object")
     metadata = {}
     for key in cursor.members():
         if not cursor.is_at('"'):
-            raise InvalidMetadataError(f"{where}: {METADATA_KEY} must hold strings, {quoted(key)} is none")
+            raise SafetensorsError(
+                "invalid-metadata", f"{where}: {METADATA_KEY} must hold strings, {quoted(key)} is none"
+            )
         metadata[key] = cursor.string()
     return metadata
 
@@ -208,37 +203,42 @@ def _entry(cursor: JsonCursor) -> dict[str, Any] | None:
 
 def _span(entry: dict[str, Any] | None, where: str, name: str) -> TensorSpan:
     if entry is None or entry.keys() != _FIELDS:
-        raise InvalidEntryError(
+        raise SafetensorsError(
+            "invalid-entry",
             f"{where}: tensor {quoted(name)} must be an object of exactly dtype, shape and data_offsets"
-            + ("" if entry is None else f", not of {quoted(', '.join(entry))}")
+            + ("" if entry is None else f", not of {quoted(', '.join(entry))}"),
         )
     dtype = entry["dtype"]
     row = dtypes.by_name(dtype) if type(dtype) is str else None
     if row is None:
-        raise UnknownDtypeError(
-            f"{where}: tensor {quoted(name)} has the dtype {quoted(dtype)}, which the format does not know"
+        raise SafetensorsError(
+            "unknown-dtype",
+            f"{where}: tensor {quoted(name)} has the dtype {quoted(dtype)}, which the format does not know",
         )
     shape = _shape(entry["shape"], where, name)
     expected = _nbytes(row, shape, where, name)
     begin, end = _offsets(entry["data_offsets"], where, name)
     if end - begin != expected:
-        raise TensorSizeError(
+        raise SafetensorsError(
+            "tensor-size",
             f"{where}: tensor {quoted(name)} takes {expected} bytes as {list(shape)} {row.name}, "
-            f"but its data_offsets span {end - begin}"
+            f"but its data_offsets span {end - begin}",
         )
     return TensorSpan(row, shape, begin, end)
 
 
 def _shape(value: object, where: str, name: str) -> tuple[int, ...]:
     if type(value) is not list or len(value) > _MOST_DIMENSIONS:
-        raise InvalidShapeError(
-            f"{where}: the shape of tensor {quoted(name)} must be a list of at most {_MOST_DIMENSIONS} numbers"
+        raise SafetensorsError(
+            "invalid-shape",
+            f"{where}: the shape of tensor {quoted(name)} must be a list of at most {_MOST_DIMENSIONS} numbers",
         )
     for size in value:
         if type(size) is not int or size < 0:
-            raise InvalidShapeError(
+            raise SafetensorsError(
+                "invalid-shape",
                 f"{where}: tensor {quoted(name)} has the shape {quoted(str(value))}; "
-                "sizes are non-negative whole numbers"
+                "sizes are non-negative whole numbers",
             )
     return tuple(value)
 
@@ -248,13 +248,15 @@ def _nbytes(row: ElementType, shape: tuple[int, ...], where: str, name: str) -> 
     for size in shape:
         count *= size or 1
     if max(count, count * row.bits // 8) > _MOST_COUNTABLE:
-        raise SizeOverflowError(
-            f"{where}: tensor {quoted(name)} has the shape {list(shape)}, more than can be counted in 63 bits"
+        raise SafetensorsError(
+            "size-overflow",
+            f"{where}: tensor {quoted(name)} has the shape {list(shape)}, more than can be counted in 63 bits",
         )
     expected = dtypes.nbytes(row, shape)
     if expected is None:
-        raise PartialByteError(
-            f"{where}: tensor {quoted(name)} ends inside of a byte: {list(shape)} elements of {row.bits} bits each"
+        raise SafetensorsError(
+            "partial-byte",
+            f"{where}: tensor {quoted(name)} ends inside of a byte: {list(shape)} elements of {row.bits} bits each",
         )
     return expected
 
@@ -264,9 +266,10 @@ def _offsets(value: object, where: str, name: str) -> tuple[int, int]:
         begin, end = value
         if type(begin) is int and type(end) is int and 0 <= begin <= end <= _MOST_COUNTABLE:
             return begin, end
-    raise InvalidOffsetsError(
+    raise SafetensorsError(
+        "invalid-offsets",
         f"{where}: tensor {quoted(name)} has the data_offsets {quoted(str(value))}; "
-        "they are two non-negative whole numbers, begin and end"
+        "they are two non-negative whole numbers, begin and end",
     )
 
 
@@ -276,11 +279,12 @@ def _check_coverage(tensors: dict[str, TensorSpan], where: str) -> None:
         if span.begin != reached:
             before = f"tensor {quoted(last)}" if last or reached else "the beginning of the data"
             if span.begin > reached:
-                raise OffsetGapError(
+                raise SafetensorsError(
+                    "offset-gap",
                     f"{where}: {span.begin - reached} bytes between {before} and tensor {quoted(name)} belong to no "
-                    "tensor"
+                    "tensor",
                 )
-            raise OffsetOverlapError(
-                f"{where}: tensor {quoted(name)} begins {reached - span.begin} bytes inside {before}"
+            raise SafetensorsError(
+                "offset-overlap", f"{where}: tensor {quoted(name)} begins {reached - span.begin} bytes inside {before}"
             )
         reached, last = span.end, name

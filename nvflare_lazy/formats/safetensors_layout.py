@@ -13,13 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import (
-    HeaderTooLargeError,
-    InvalidMetadataError,
-    SurplusTensorError,
-    UnknownDtypeError,
-    UnsavableTensorError,
-)
+from nvflare_lazy.errors import SafetensorsError, SurplusTensorError, UnsavableTensorError
 from nvflare_lazy.formats.safetensors_header import (
     MAX_HEADER_BYTES,
     METADATA_KEY,
@@ -54,7 +48,9 @@ class TensorMeta(NamedTuple):
         """Bytes of the tensor."""
         row = dtypes.by_name(self.dtype)
         if row is None:
-            raise UnknownDtypeError(f"tensor {quoted(self.name)}: the format has no dtype {quoted(self.dtype)}")
+            raise SafetensorsError(
+                "unknown-dtype", f"tensor {quoted(self.name)}: the format has no dtype {quoted(self.dtype)}"
+            )
         # A sub-byte type that ends inside of a byte is reported when the header is checked.
         return dtypes.nbytes(row, self.shape) or 0
 
@@ -121,7 +117,9 @@ def lay_out(state_dict_meta: Sequence[TensorMeta], metadata: Mapping[str, str] |
         raise UnsavableTensorError(f"{where}: a name or a piece of metadata cannot be written: {error}") from None
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        raise HeaderTooLargeError(f"{where}: its header would have {len(text)} bytes, the format allows 100 MB")
+        raise SafetensorsError(
+            "header-too-large", f"{where}: its header would have {len(text)} bytes, the format allows 100 MB"
+        )
     # Read back by the strict reader: what breaks a rule is not written.
     return FileLayout(len(text).to_bytes(PREFIX_BYTES, "little") + text, parse_header(text, where))
 
@@ -129,7 +127,9 @@ def lay_out(state_dict_meta: Sequence[TensorMeta], metadata: Mapping[str, str] |
 def _sorted_text(metadata: Mapping[str, object], where: str) -> dict[str, object]:
     for key, value in metadata.items():
         if not isinstance(key, str):
-            raise InvalidMetadataError(f"{where}: metadata is text by name, and {key!r} is no text")
+            raise SafetensorsError("invalid-metadata", f"{where}: metadata is text by name, and {key!r} is no text")
         if not isinstance(value, str):
-            raise InvalidMetadataError(f"{where}: metadata is text by name, but {key!r} has a {type(value).__name__}")
+            raise SafetensorsError(
+                "invalid-metadata", f"{where}: metadata is text by name, but {key!r} has a {type(value).__name__}"
+            )
     return dict(sorted(metadata.items()))

@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import DuplicateKeyError, HeaderEncodingError, HeaderJsonError, TooManyTensorsError
+from nvflare_lazy.errors import SafetensorsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,9 +60,11 @@ class JsonCursor:
         while True:
             key = self.string()
             if key in seen:
-                raise DuplicateKeyError(f"{self._where}: the key {quoted(key)} stands there twice")
+                raise SafetensorsError("duplicate-key", f"{self._where}: the key {quoted(key)} stands there twice")
             if len(seen) == _MOST_MEMBERS:
-                raise TooManyTensorsError(f"{self._where}: more than {_MOST_MEMBERS} names in one JSON object")
+                raise SafetensorsError(
+                    "too-many-tensors", f"{self._where}: more than {_MOST_MEMBERS} names in one JSON object"
+                )
             seen.add(key)
             self._take(":")
             yield key
@@ -84,7 +86,9 @@ class JsonCursor:
             if not value.isascii():
                 value.encode("utf-8")
         except UnicodeError as error:
-            raise HeaderEncodingError(f"{self._where}: a string at byte {start} is not UTF-8 ({error})") from None
+            raise SafetensorsError(
+                "header-encoding", f"{self._where}: a string at byte {start} is not UTF-8 ({error})"
+            ) from None
         except ValueError as error:
             raise self.fault(f"{error}") from None
         return str(value)
@@ -106,7 +110,9 @@ class JsonCursor:
         except RecursionError:
             raise self.fault("lists nested too deep") from None
         except _DuplicateInObjectError as error:
-            raise DuplicateKeyError(f"{self._where}: the key {quoted(str(error))} stands twice in one entry") from None
+            raise SafetensorsError(
+                "duplicate-key", f"{self._where}: the key {quoted(str(error))} stands twice in one entry"
+            ) from None
         except ValueError as error:
             raise self.fault(f"{error}") from None
         self.position = match.end()
@@ -141,9 +147,11 @@ class JsonCursor:
         """Whether a value that begins with `character` comes next."""
         return self._peek() == character
 
-    def fault(self, what: str) -> HeaderJsonError:
+    def fault(self, what: str) -> SafetensorsError:
         """Return the error to raise for text that does not go on as it should from here."""
-        return HeaderJsonError(f"{self._where}: not the JSON it should be, at byte {self.position}: {what}")
+        return SafetensorsError(
+            "header-json", f"{self._where}: not the JSON it should be, at byte {self.position}: {what}"
+        )
 
     def _peek(self) -> str:
         match = _TOKEN.match(self._text, self.position)

@@ -17,18 +17,13 @@ from safetensors.torch import load_file, save_file
 import nvflare_lazy
 from benchmarks.measuring import PeakMemory
 from nvflare_lazy.errors import (
-    DuplicateKeyError,
-    HeaderTooLargeError,
-    InvalidMetadataError,
-    InvalidShapeError,
     MissingTensorError,
-    PartialByteError,
     RenamedTensorError,
     ReshapedTensorError,
     RetypedTensorError,
+    SafetensorsError,
     SurplusTensorError,
     TooManyShardsError,
-    UnknownDtypeError,
     UnsavableTensorError,
     UnsupportedDtypeError,
 )
@@ -240,10 +235,10 @@ def sparse() -> torch.Tensor:
         ({"x": np.array(["a"])}, {}, UnsupportedDtypeError, "'x'"),
         ({"x": np.array([None])}, {}, UnsupportedDtypeError, "'x'"),
         ({"x": torch.ones(2)}, {"dtype": torch.int32}, UnsupportedDtypeError, "float"),
-        ({"x": torch.ones(1)}, {"metadata": {"a": 1}}, InvalidMetadataError, "'a' has a int"),
+        ({"x": torch.ones(1)}, {"metadata": {"a": 1}}, SafetensorsError, "'a' has a int"),
         ({"\ud800": torch.ones(1)}, {}, UnsavableTensorError, "cannot be written"),
         ({"__metadata__": torch.ones(1)}, {}, SurplusTensorError, "metadata's own name"),
-        ({"x": torch.ones([1] * 65)}, {}, InvalidShapeError, "64"),
+        ({"x": torch.ones([1] * 65)}, {}, SafetensorsError, "at most 64 numbers"),
         ({"x": torch.ones(2)}, {"max_shard_size": "a lot"}, ValueError, "is no size"),
         ({str(n): torch.ones(1) for n in range(600)}, {"max_shard_size": 4}, ValueError, "600 shards"),
     ],
@@ -358,25 +353,25 @@ def test_broken_promises(tmp_path: Path, stream, error, message, rename) -> None
 
 
 @pytest.mark.parametrize(
-    ("meta", "error"),
+    ("meta", "error", "message"),
     [
-        ([TensorMeta("a", "F31", [1])], UnknownDtypeError),
-        ([TensorMeta("a", "F32", [-1])], InvalidShapeError),
-        ([TensorMeta("a", "F4", [1])], PartialByteError),
-        ([META[0], META[0]], SurplusTensorError),
-        ([TensorMeta("a", "F32", [1]), TensorMeta("a", "F16", [1])], SurplusTensorError),
+        ([TensorMeta("a", "F31", [1])], SafetensorsError, "has no dtype 'F31'"),
+        ([TensorMeta("a", "F32", [-1])], SafetensorsError, "non-negative"),
+        ([TensorMeta("a", "F4", [1])], SafetensorsError, "inside of a byte"),
+        ([META[0], META[0]], SurplusTensorError, "twice"),
+        ([TensorMeta("a", "F32", [1]), TensorMeta("a", "F16", [1])], SurplusTensorError, "twice"),
     ],
 )
-def test_promises_that_cannot_be_kept(tmp_path: Path, meta, error) -> None:
+def test_promises_that_cannot_be_kept(tmp_path: Path, meta, error, message) -> None:
     """Metadata that breaks a rule of the format is refused before anything is written."""
-    with pytest.raises(error):
+    with pytest.raises(error, match=message):
         save_safetensors_streaming([], tmp_path / "m", meta)
     assert files(tmp_path) == []
 
 
 def test_a_header_that_would_be_too_large() -> None:
     """More than the format's 100 MB of header are not begun with."""
-    with pytest.raises(HeaderTooLargeError):
+    with pytest.raises(SafetensorsError, match="the format allows 100 MB"):
         lay_out([TensorMeta("a", "U8", [0])], {"k": "v" * 100_000_000}, "m")
 
 
@@ -396,7 +391,7 @@ def test_duplicate_names_are_not_a_mapping(tmp_path: Path) -> None:
     """The strict reader refuses what a careless writer would have written for a promise of the same name twice."""
     text = b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
     (tmp_path / "m").write_bytes(len(text).to_bytes(8, "little") + text)
-    with pytest.raises(DuplicateKeyError):
+    with pytest.raises(SafetensorsError, match="'a' stands there twice"):
         nvflare_lazy.open(tmp_path / "m")
 
 
@@ -417,7 +412,7 @@ def test_permissions_by_umask(tmp_path: Path, umask: int, mode: int) -> None:
     ("tensors", "options", "error", "message"),
     [
         ({0: torch.ones(1)}, {}, UnsavableTensorError, "the name of a tensor is text, and 0 is not"),
-        ({"a": torch.ones(1)}, {"metadata": {1: "a", "b": "c"}}, InvalidMetadataError, "1 is no text"),
+        ({"a": torch.ones(1)}, {"metadata": {1: "a", "b": "c"}}, SafetensorsError, "1 is no text"),
         ({"a": torch.ones(1)}, {"dtype": "bf16"}, UnsupportedDtypeError, "'bf16' is no dtype"),
         ({f"{n}": torch.ones(1) for n in range(501)}, {"max_shard_size": 4}, TooManyShardsError, "501 shards"),
     ],
