@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import re
 import reprlib
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
@@ -57,3 +60,14 @@ def format_size(nbytes: int) -> str:
 def quoted(text: object) -> str:
     """Return untrusted text as a message shows it: quoted, and cut if it is very long."""
     return _quote.repr(text)
+
+
+def to_json(value: object) -> Any:
+    """Return a value as strict JSON can hold it: tuples become lists, and what JSON cannot hold becomes text."""
+    if isinstance(value, (str, int, type(None))) or (isinstance(value, float) and isfinite(value)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    return reprlib.repr(value)

@@ -7,9 +7,10 @@ Goes to whoever called, for logs and decisions, and in short into the metadata o
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from nvflare_lazy._text import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +45,7 @@ class Provenance:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
-        plain: dict[str, Any] = _plain(
+        plain: dict[str, Any] = to_json(
             {
                 "rule": self.rule,
                 "params_type": self.params_type,
@@ -121,14 +122,3 @@ def shares_of(agreement: Agreement, reduction: Reduction) -> dict[tuple[str, ...
         values = reduction.shares(members)
         shares[names] = None if values is None else dict(zip(names, values, strict=True))
     return shares
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has them, which knows no tuples and no infinity."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from nvflare_lazy._text import format_size
 from nvflare_lazy.cli.options import regex, size
 from nvflare_lazy.cli.progress import progress
 from nvflare_lazy.cli.targets import free_target, shown
@@ -114,7 +115,6 @@ def aggregate(
     target = free_target(out, "--out", force=force)
 
     import nvflare_lazy
-    from nvflare_lazy._text import format_size
     from nvflare_lazy.aggregation import Aggregation
     from nvflare_lazy.formats.shard_names import index_of
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import click
 
+from nvflare_lazy._text import format_size
 from nvflare_lazy.cli.wording import columns, count, printable
 
 
@@ -24,7 +25,6 @@ def clean(root: str | None, remove: bool, other_hosts: bool) -> None:
 
     Scratch belongs to the process that leased it. What a living one has is never touched.
     """
-    from nvflare_lazy._text import format_size
     from nvflare_lazy.scratch import list_scratch, reclaim
 
     if other_hosts and not remove:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import click
 
+from nvflare_lazy._text import format_size
 from nvflare_lazy.cli.options import section_option, size
 from nvflare_lazy.cli.progress import progress
 from nvflare_lazy.cli.targets import free_target, shown
@@ -50,7 +51,6 @@ def convert(
     import torch
 
     import nvflare_lazy
-    from nvflare_lazy._text import format_size
     from nvflare_lazy.formats.tensor_content import meta_of
 
     tensors = nvflare_lazy.open(source, section=section)

@@ -9,21 +9,38 @@ from __future__ import annotations
 import json
 import reprlib
 import sys
-from collections.abc import Mapping
-from math import isfinite
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from nvflare_lazy._text import format_size, to_json
 from nvflare_lazy.cli.options import regex, section_option
 from nvflare_lazy.cli.wording import columns, count, printable
 
 if TYPE_CHECKING:
     import re
+    from collections.abc import Mapping
 
-    from nvflare_lazy.cli.listing import Row, Total
+    from nvflare_lazy.tensors.tensor_entry import TensorEntry
 
-_LONGEST_VALUE = 200
+_MAX_VALUE_LEN = 200
+
+
+class Row(NamedTuple):
+    """One tensor of a checkpoint.
+
+    Attributes:
+        name: Its name.
+        dtype: Its type as safetensors calls it; as torch does, where safetensors has no name.
+        shape: Its shape, counted in elements of that type.
+        nbytes: Bytes of its elements.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
 
 
 @click.command()
@@ -38,48 +55,58 @@ def inspect(file: str, section: str | None, match: re.Pattern[str] | None, as_js
     Names, types and shapes are read from it, the tensors themselves are not.
     """
     import nvflare_lazy
-    from nvflare_lazy.cli.listing import rows_of, totals
 
     tensors = nvflare_lazy.open(file, section=section)
-    rows = [row for row in rows_of(tensors.entries) if match is None or match.search(row.name)]
-    altogether, by_dtype = totals(rows)
+    rows = [_row(name, entry) for name, entry in tensors.entries.items() if match is None or match.search(name)]
+    total = _sum(rows)
+    dtypes = dict.fromkeys(row.dtype for row in rows)
+    by_dtype = {dtype: _sum([row for row in rows if row.dtype == dtype]) for dtype in dtypes}
     if as_json:
         document = {
             "file": file,
             "metadata": dict(tensors.metadata),
-            "extras": _plain(tensors.extras),
-            "total": vars(altogether),
-            "dtypes": {dtype: vars(total) for dtype, total in by_dtype.items()},
-            "tensors": [
-                {"name": row.name, "dtype": row.dtype, "shape": row.shape, "nbytes": row.nbytes} for row in rows
-            ],
+            "extras": to_json(tensors.extras),
+            "total": total,
+            "dtypes": by_dtype,
+            "tensors": [row._asdict() for row in rows],
         }
         json.dump(document, sys.stdout)
         sys.stdout.write("\n")
         return
     if rows:
-        _print_rows(rows)
+        cells = [[printable(row.name), row.dtype, str(list(row.shape)), format_size(row.nbytes)] for row in rows]
+        _print_table([["NAME", "DTYPE", "SHAPE", "SIZE"], *cells], right={3})
         click.echo()
     if match is not None:
         click.echo(f"{len(rows):,} of {count(len(tensors), 'tensor')} match")
-    _print_totals(altogether, by_dtype)
+    totals = [*sorted(by_dtype.items(), key=lambda item: -item[1]["nbytes"]), ("total", total)]
+    cells = [
+        [name, f"{sums['tensors']:,}", f"{sums['elements']:,}", format_size(sums["nbytes"])] for name, sums in totals
+    ]
+    _print_table([["DTYPE", "TENSORS", "ELEMENTS", "SIZE"], *cells], right={1, 2, 3})
     _print_pairs("metadata", tensors.metadata)
     _print_pairs("also in the file", tensors.extras)
 
 
-def _print_rows(rows: list[Row]) -> None:
-    from nvflare_lazy._text import format_size
+def _row(name: str, entry: TensorEntry) -> Row:
+    from nvflare_lazy.formats.safetensors_reader import UntypedEntry
+    from nvflare_lazy.tensors import dtypes
 
-    cells = [[printable(row.name), row.dtype, str(list(row.shape)), format_size(row.nbytes)] for row in rows]
-    _print_table([["NAME", "DTYPE", "SHAPE", "SIZE"], *cells], right={3})
+    if isinstance(entry, UntypedEntry):
+        return Row(name, entry.element_type.name or "?", entry.shape, entry.nbytes)
+    element_type, shape = dtypes.by_torch(entry.dtype), entry.shape
+    if element_type.packed != 1 and shape:
+        # torch counts the bytes that several elements share.
+        shape = (*shape[:-1], shape[-1] * element_type.packed)
+    return Row(name, element_type.name or str(entry.dtype).removeprefix("torch."), shape, entry.nbytes)
 
 
-def _print_totals(altogether: Total, by_dtype: dict[str, Total]) -> None:
-    from nvflare_lazy._text import format_size
-
-    totals = [*sorted(by_dtype.items(), key=lambda item: -item[1].nbytes), ("total", altogether)]
-    cells = [[name, f"{total.tensors:,}", f"{total.elements:,}", format_size(total.nbytes)] for name, total in totals]
-    _print_table([["DTYPE", "TENSORS", "ELEMENTS", "SIZE"], *cells], right={1, 2, 3})
+def _sum(rows: list[Row]) -> dict[str, int]:
+    return {
+        "tensors": len(rows),
+        "elements": sum(prod(row.shape) for row in rows),
+        "nbytes": sum(row.nbytes for row in rows),
+    }
 
 
 def _print_table(cells: list[list[str]], right: set[int]) -> None:
@@ -93,15 +120,4 @@ def _print_pairs(what: str, pairs: Mapping[str, Any]) -> None:
         click.echo(f"\n{what}")
     for key, value in pairs.items():
         text = printable(value if isinstance(value, str) else reprlib.repr(value))
-        click.echo(f"  {printable(key)}: {text[:_LONGEST_VALUE]}{'...' if len(text) > _LONGEST_VALUE else ''}")
-
-
-def _plain(value: object) -> object:
-    """Return what JSON can hold of a checkpoint's extras, and the rest in words."""
-    if isinstance(value, (str, int, type(None))) or (isinstance(value, float) and isfinite(value)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return reprlib.repr(value)
+        click.echo(f"  {printable(key)}: {text[:_MAX_VALUE_LEN]}{'...' if len(text) > _MAX_VALUE_LEN else ''}")

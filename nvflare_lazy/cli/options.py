@@ -7,6 +7,8 @@ import re
 
 import click
 
+from nvflare_lazy._text import parse_size
+
 section_option = click.option(
     "--section",
     metavar="NAME",
@@ -26,8 +28,6 @@ def regex(context: click.Context, parameter: click.Parameter, value: str | None)
 
 def size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
     """Click callback: return a size such as "5GiB" in bytes."""
-    from nvflare_lazy._text import parse_size
-
     try:
         return None if value is None else parse_size(value)
     except ValueError as error:

@@ -82,7 +82,6 @@ class Stopped(BaseException):
 
 def main() -> NoReturn:
     """Run the process's command line, and end the process with the exit code of it."""
-    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # A name that the terminal's encoding lacks is no reason to fail.
@@ -134,29 +133,8 @@ def _flush_after(code: int) -> int:
     return code
 
 
-def _open_closed_streams() -> None:
-    """Have streams to nowhere where the process was started without any: or a file of ours would take their place."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            if nowhere != number:
-                os.dup2(nowhere, number)
-                os.close(nowhere)
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
-
-
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    if _is_being_imported("torch"):
-        # C++ code is at work that takes an exception for a failure of its own, or for none at all.
-        _die_of(signum)
     raise Stopped(signum)
-
-
-def _is_being_imported(name: str) -> bool:
-    return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))
 
 
 def _die_of(signum: int) -> NoReturn:

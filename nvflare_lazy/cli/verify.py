@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import click
 
+from nvflare_lazy._text import format_size
 from nvflare_lazy.cli.options import section_option
 from nvflare_lazy.cli.wording import count, printable
 
@@ -26,7 +27,6 @@ def verify(context: click.Context, files: tuple[str, ...], section: str | None, 
 
     The exit code is 0 if all files are good, and 1 if any is not.
     """
-    from nvflare_lazy._text import format_size
     from nvflare_lazy.cli.checking import check
 
     bad = 0

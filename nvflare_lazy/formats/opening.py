@@ -7,11 +7,11 @@ Where the walk of a round begins, with an initial model, and what its last one i
 from __future__ import annotations
 
 import os
+import re
 import stat
 
 from nvflare_lazy.errors import MissingShardError, SectionError, UnknownFormatError
 from nvflare_lazy.formats.checkpoint_directory import open_directory
-from nvflare_lazy.formats.foreign_kinds import describe_foreign, is_npz
 from nvflare_lazy.formats.lazy_data import open_pytorch, sniff_pytorch
 from nvflare_lazy.formats.safetensors_header import MAX_HEADER_BYTES, PREFIX_BYTES, read_header
 from nvflare_lazy.formats.safetensors_reader import entries_of
@@ -24,6 +24,9 @@ from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 _HEAD_BYTES = 64 << 10
 # How often a checkpoint may be replaced by another process while it is being opened.
 _TRIES = 8
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_GZIP = b"\x1f\x8b"
+_HTML = re.compile(rb"\s*(?:\xef\xbb\xbf)?\s*<(?:!--|!doctype\s+html|html|head|body|script|title)", re.IGNORECASE)
 
 
 def open(path: str | os.PathLike[str], *, section: str | None = None) -> LazyTensorDict:
@@ -85,12 +88,12 @@ def _open_file(path: str, section: str | None, *, is_shard: bool) -> LazyTensorD
         _refuse_section(path, section)
         header = read_header(file)
         return LazyTensorDict.from_entries(entries_of(file, header), metadata=header.metadata)
-    if sniff_pytorch(bytes(head[:512]), file) is not None and not is_npz(head):
+    if sniff_pytorch(bytes(head[:512]), file) is not None:
         return open_pytorch(path, file, section)
     if not is_shard and _is_index(head, path):
         _refuse_section(path, section)
         return open_index(file, lambda name: _open_file(name, None, is_shard=True))
-    raise UnknownFormatError(f"{path} is no checkpoint. It is {describe_foreign(bytes(head[:512]), file.size)}")
+    raise UnknownFormatError(f"{path} is no checkpoint. It is {_describe_unknown(bytes(head[:512]), file.size)}")
 
 
 def _is_safetensors(head: bytearray) -> bool:
@@ -109,3 +112,21 @@ def _is_index(head: bytearray, path: str) -> bool:
 def _refuse_section(path: str, section: str | None) -> None:
     if section is not None:
         raise SectionError(f"{path} has no sections, so none that is called {section!r}: only PyTorch checkpoints do")
+
+
+def _describe_unknown(head: bytes, size: int) -> str:
+    """Describe a file in another format, and what to do. Failed downloads are called `model.safetensors` too."""
+    if size == 0:
+        return "an empty file: the download or save that made it never finished"
+    if not any(head):
+        return "zero bytes: a download that reserved its space and was never filled; fetch it again"
+    if head.startswith(_LFS_POINTER):
+        return "a Git LFS pointer, not the file itself: run `git lfs pull` where it was cloned, or download the file"
+    if head.startswith(_GZIP):
+        return "gzip data: decompress it first (gunzip)"
+    if _HTML.match(head):
+        return (
+            "an HTML page: the download brought a login or error page instead of the file; "
+            "look at it in a browser, and check the address and whether you need a token"
+        )
+    return f"data in an unknown format that begins with {head[:32]!r}"

@@ -223,41 +223,9 @@ def test_error_line(error, line):
     assert error_line(error) == line
 
 
-@pytest.mark.parametrize("command", [["--version"], ["inspect", "m.safetensors"], ["verify", "m.safetensors"]])
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_closed_streams(tmp_path, command, closed):
-    """A process without some of its streams does its work all the same."""
-    write_sparse(tmp_path / "m.safetensors", {"w": ("F32", (4,))})
-    line = f'exec "$0" -m nvflare_lazy.cli "$@" {closed}'
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        ["sh", "-c", line, sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, env=environment
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert bool(done.stdout) == (">&-" not in closed.split())
-
-
 @pytest.mark.parametrize("expression", ["x{99999999999}", "(" * 2000 + ")" * 2000])
 def test_expressions_that_cannot_be(cli, expression):
     """What is too large or too deep for a regular expression is a misuse, not a crash."""
     code, _, err = cli("inspect", "m", "--match", expression)
     assert code == 2
     assert "regular expression" in err
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_stopped_while_torch_is_imported(tmp_path, signum):
-    """A signal ends the program then, too, though exceptions are swallowed by what torch runs at its import."""
-    (tmp_path / "torch.py").write_text(
-        f"import os\ntry:\n    os.kill(os.getpid(), {int(signum)})\n    for _ in range(1000): pass\n"
-        "except BaseException:\n    pass\n"
-    )
-    write_sparse(tmp_path / "m.safetensors", {"w": ("F32", (4,))})
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])}
-    done = subprocess.run(
-        [sys.executable, "-m", "nvflare_lazy.cli", "inspect", "m.safetensors"],
-        cwd=tmp_path,
-        capture_output=True,
-        env=environment,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (-signum, b"", b"")

@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
-import io
-import json
-import lzma
 import os
 import pickle
 import subprocess
@@ -25,7 +21,6 @@ from safetensors.torch import save_file
 import nvflare_lazy
 from nvflare_lazy.errors import ArchiveError, FormatError, SectionError, UnknownFormatError
 from nvflare_lazy.formats import save
-from nvflare_lazy.formats.foreign_kinds import describe_foreign
 
 TENSORS = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.tensor([1, 2])}
 WRITERS: dict[str, Callable[[Path], object]] = {
@@ -55,54 +50,21 @@ def test_section_of_a_nested_checkpoint(tmp_path: Path) -> None:
         nvflare_lazy.open(tmp_path / "m.pt", section="optimizer")
 
 
-def npz() -> bytes:
-    buffer = io.BytesIO()
-    np.savez(buffer, a=np.zeros(3))
-    return buffer.getvalue()
-
-
-def npy() -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, np.zeros(3))
-    return buffer.getvalue()
-
-
 FOREIGN: dict[str, tuple[bytes, str]] = {
     "HTML": (b"<!DOCTYPE html>\n<html><head><title>Sign in</title>", "an HTML page: the download brought a login"),
     "HTML, sloppy": (b"\n\n  <HTML lang=en>", "an HTML page"),
     "HTML after a byte order mark": (b"\xef\xbb\xbf<!doctype html>", "an HTML page"),
-    "S3 error": (
-        b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>AccessDenied</Code><Message>',
-        r"an error message of a storage service \(AccessDenied\)",
-    ),
-    "XML": (b'<?xml version="1.0"?><svg/>', "an XML document"),
     "Git LFS": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n",
         "a Git LFS pointer, not the file itself: run `git lfs pull`",
     ),
-    "git-annex": (b"/annex/objects/SHA256E-s1--0.safetensors\n", "a git-annex pointer"),
     "empty": (b"", "an empty file"),
     "zeros": (bytes(10_000), "zero bytes: a download that reserved its space"),
     "gzip": (gzip.compress(b"x"), "gzip data: decompress it first"),
-    "xz": (lzma.compress(b"x"), "xz data"),
-    "bzip2": (bz2.compress(b"x"), "bzip2 data"),
-    "Zstandard": (b"\x28\xb5\x2f\xfd\x04\x00", "Zstandard data"),
-    "7z": (b"7z\xbc\xaf\x27\x1c\x00\x04", "a 7z archive"),
-    "npy": (npy(), "a NumPy .npy array: load it with np.load"),
-    "npz": (npz(), "a NumPy .npz archive: load it with np.load"),
-    "HDF5": (b"\x89HDF\r\n\x1a\n\x00\x00", "an HDF5 file"),
-    "GGUF": (b"GGUF\x03\x00\x00\x00" + bytes(100), "a GGUF file"),
-    "pickle": (pickle.dumps({"weights": [1.0]}), "a Python pickle that torch.save did not write"),
-    "ONNX": (b"\x08\x08\x12\x07pytorch\x1a\x052.1.0", "an ONNX model"),
-    "JSON": (b'{"error": "Repository not found"}', "JSON, and not the index"),
-    "JSON list": (b'\n[ {"a": 1} ]', "JSON, and not the index"),
-    "config.json": (json.dumps({"hidden_size": 768}, indent=2).encode(), "JSON, and not the index"),
-    "text": (b"Access to this model is restricted.", "text that begins with 'Access to this"),
-    "text, cut in a character": (("x" * 511 + "\u00e4").encode(), "text that begins with 'xxx"),
-    "noise": (b"\xde\xad\xbe\xef" * 8, "an unknown kind that begins with the bytes de ad be ef"),
-    "ELF": (b"\x7fELF\x02\x01", "a program or library"),
-    "PDF": (b"%PDF-1.7", "a PDF document"),
-    "SQLite": (b"SQLite format 3\x00", "an SQLite database"),
+    "JSON": (b'{"error": "Repository not found"}', 'unknown format that begins with b\'{"error": "Repository'),
+    "text": (b"Access to this model is restricted.", "unknown format that begins with b'Access to this"),
+    "noise": (b"\xde\xad\xbe\xef" * 8, r"unknown format that begins with b'\\xde\\xad\\xbe"),
+    "pickle": (pickle.dumps({"weights": [1.0]}), r"unknown format that begins with b'\\x80"),
 }
 
 
@@ -120,8 +82,9 @@ def test_foreign_files_are_named(tmp_path: Path, kind: str) -> None:
 def test_foreign_archives_and_scripts(tmp_path: Path) -> None:
     """A zip of something else is refused by what is in it."""
     path = tmp_path / "model.pt"
-    path.write_bytes(npz().replace(b"a.npy", b"a.txt"))
-    with pytest.raises(ArchiveError, match=r"a.txt"):
+    with path.open("wb") as file:
+        np.savez(file, a=np.zeros(3))
+    with pytest.raises(ArchiveError, match=r"load them with numpy\.load"):
         nvflare_lazy.open(path)
 
 
@@ -133,15 +96,6 @@ def test_pipes_devices_and_nothing(tmp_path: Path) -> None:
             nvflare_lazy.open(path)
     with pytest.raises(FileNotFoundError):
         nvflare_lazy.open(tmp_path / "missing")
-
-
-@given(st.binary(max_size=600))
-def test_any_bytes_are_described(head: bytes) -> None:
-    """There is something to say about any file, in one line."""
-    said = describe_foreign(head, len(head))
-    assert said
-    assert "\n" not in said
-    assert len(said) < 300
 
 
 @given(st.binary(max_size=200))
