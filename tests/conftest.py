@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -48,3 +49,12 @@ def rss_anon() -> Callable[[], int]:
 def rchar() -> Callable[[], int]:
     """Reader of the bytes this process has asked the kernel to read."""
     return measure.rchar
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """Only reference counts free objects in this test: a reference cycle keeps what it refers to."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

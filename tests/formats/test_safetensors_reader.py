@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import weakref
@@ -129,11 +128,10 @@ def test_reads_no_more_than_it_has_to(tmp_path: Path, rchar, rss_anon) -> None:
     assert rss_anon() - memory < 8 << 20
 
 
-def test_one_descriptor_for_all_tensors(tmp_path: Path) -> None:
+def test_one_descriptor_for_all_tensors(tmp_path: Path, no_gc: None) -> None:
     """A thousand tensors share a descriptor, which is closed with the last of them."""
     path = tmp_path / "m.safetensors"
     save({str(index): torch.tensor(index) for index in range(1000)}, path)
-    gc.collect()
 
     def count() -> int:
         return sum(os.path.realpath(f"/proc/self/fd/{fd}") == str(path) for fd in os.listdir("/proc/self/fd"))
@@ -147,7 +145,6 @@ def test_one_descriptor_for_all_tensors(tmp_path: Path) -> None:
     assert count() == 1
     assert int(last) >= 0
     del last
-    gc.collect()
     assert count() == 0
 
 
@@ -161,7 +158,7 @@ def test_replaced_file_is_still_the_old_one(tmp_path: Path) -> None:
     assert open_safetensors(path)["a"].item() == 2
 
 
-def test_keep_alive(tmp_path: Path) -> None:
+def test_keep_alive(tmp_path: Path, no_gc: None) -> None:
     """What the file belongs to lives as long as a tensor of the file."""
 
     class Lease:
@@ -174,10 +171,8 @@ def test_keep_alive(tmp_path: Path) -> None:
     lazy = open_safetensors(path, keep_alive=lease)
     tensor = lazy["a"]
     del lazy, lease
-    gc.collect()
     assert alive() is not None
     del tensor
-    gc.collect()
     assert alive() is None
 
 

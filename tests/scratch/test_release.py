@@ -34,7 +34,7 @@ def write_until_released(download, started):
 
 
 @pytest.mark.parametrize("what", ["download", "job"])
-def test_release_races_eight_writers(root, what):
+def test_release_races_eight_writers(root, what, no_gc):
     """The instant release returns nothing is left, and every writer ends with the one error that says why."""
     rounds = {"download": 200, "job": 50}[what]
     open_before = len(os.listdir("/proc/self/fd"))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import random
 import threading
@@ -49,7 +48,7 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
     assert bytes(open_source(tmp_path / "file").read()) == DATA
 
 
-def test_descriptor_lives_as_long_as_a_slice(tmp_path):
+def test_descriptor_lives_as_long_as_a_slice(tmp_path, no_gc):
     """One descriptor a file, closed with the last slice of it, along with what was to be kept alive."""
 
     class Lease:
@@ -65,7 +64,6 @@ def test_descriptor_lives_as_long_as_a_slice(tmp_path):
     assert gone() is not None
     assert bytes(parts[7].read()) == DATA[7:17]
     parts.clear()
-    gc.collect()
     assert descriptors() == before
     assert gone() is None
 

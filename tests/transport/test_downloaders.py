@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -112,7 +111,7 @@ def test_cleanup_of_a_root(tmp_path):
     assert not other.exists()
 
 
-def test_last_tensor_frees_the_directory(tmp_path):
+def test_last_tensor_frees_the_directory(tmp_path, no_gc):
     """The directory lives as long as a tensor of it, and no longer."""
     consumer = DiskTensorConsumer(tmp_path)
     consumer.consume_items([item(a=torch.ones(3)), item(b=torch.zeros(2))], None)
@@ -120,10 +119,8 @@ def test_last_tensor_frees_the_directory(tmp_path):
     tensors = consumer.tensors()
     kept = tensors["a"]
     del tensors, consumer
-    gc.collect()
     assert torch.equal(kept, torch.ones(3))
     del kept
-    gc.collect()
     assert not tmp_path.exists()
 
 
