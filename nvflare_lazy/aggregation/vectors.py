@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nvflare_lazy.tensors.byte_source import FileSource
+from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.aggregation.contributions import Part
     from nvflare_lazy.formats.streaming_writer import StreamingWriter
-    from nvflare_lazy.tensors.byte_source import ByteSource, OpenFile
+    from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 # A complex number is computed with as two real ones, a bool as zero or one.
 _NUMBERS = {torch.complex64: torch.float32, torch.bool: torch.uint8}
@@ -60,7 +61,7 @@ class InputVector:
 
     def __enter__(self) -> Self:
         with ExitStack() as borrowed:
-            numbers: dict[OpenFile, int] = {}
+            numbers: dict[TensorFile, int] = {}
             for index, source in enumerate(self._sources):
                 place = source.file_range()
                 if place is not None:

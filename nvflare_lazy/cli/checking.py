@@ -24,16 +24,17 @@ from nvflare_lazy.formats.lazy_data import HEAD_BYTES, sniff_pytorch
 from nvflare_lazy.formats.safetensors_reader import UntypedEntry
 from nvflare_lazy.formats.zip_archive import read_directory
 from nvflare_lazy.tensors import dtypes
-from nvflare_lazy.tensors.byte_source import FileSource
 from nvflare_lazy.tensors.raw_bytes import storage_bytes
+from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from nvflare_lazy.formats.zip_archive import ZipRecord
-    from nvflare_lazy.tensors.byte_source import ByteSource, OpenFile
+    from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor
     from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 _TILE_BYTES = 4 << 20
 
@@ -131,7 +132,7 @@ def _read(source: ByteSource, done: Callable[[int], None]) -> None:
         pass
 
 
-def _check_sum(file: OpenFile, record: ZipRecord, done: Callable[[int], None]) -> str | None:
+def _check_sum(file: TensorFile, record: ZipRecord, done: Callable[[int], None]) -> str | None:
     found = 0
     source = FileSource(file, record.offset, record.nbytes)
     for part in _tiles(source, memoryview(bytearray(_TILE_BYTES)), done):

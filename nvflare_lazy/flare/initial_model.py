@@ -7,13 +7,11 @@ of its own instantiates it, streams the parameters to a file and ends; the serve
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
 import subprocess
 import sys
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +22,7 @@ from nvflare_lazy.errors import InitialModelError, NVFlareLazyError, SectionErro
 from nvflare_lazy.formats import open as open_checkpoint
 from nvflare_lazy.formats import open_safetensors
 from nvflare_lazy.formats.stream_saver import save
+from nvflare_lazy.tensors.tensor_file import TemporaryPath
 
 if TYPE_CHECKING:
     from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
@@ -33,12 +32,9 @@ NVFLARE_SECTION = "model"
 _LAST_WORDS = 4000
 
 
-class ScratchModelFile:
-    """A file that is removed when nobody refers to it any more."""
-
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / f"{secrets.token_hex(8)}.safetensors"
-        self.release = weakref.finalize(self, _unlink, str(self.path))
+def new_file(directory: Path) -> TemporaryPath:
+    """Return a new name in a directory; the file that gets it is removed with the last reference to its tensors."""
+    return TemporaryPath(directory / f"{secrets.token_hex(8)}.safetensors")
 
 
 def from_checkpoint(path: Path) -> LazyTensorDict:
@@ -76,8 +72,8 @@ def from_class(class_path: str, args: Mapping[str, Any], directory: Path) -> Laz
             f"the arguments of the model class {class_path} cannot be written as JSON ({error}); save a checkpoint of "
             "the model and name it as source_ckpt_file_full_name"
         ) from None
-    file = ScratchModelFile(directory)
-    command = [sys.executable, "-m", "nvflare_lazy.flare.write_initial_model", str(file.path)]
+    file = new_file(directory)
+    command = [sys.executable, "-m", "nvflare_lazy.flare.write_initial_model", file.path]
     made = subprocess.run(  # noqa: S603  # our own module, and a class the job's configuration names anyway
         command,
         input=order,
@@ -100,13 +96,8 @@ def from_module(module: torch.nn.Module, directory: Path) -> LazyTensorDict:
     NVFlare's configuration builds a model that is written as a component itself, and keeps a reference to it: so its
     parameters are taken out of it.
     """
-    file = ScratchModelFile(directory)
+    file = new_file(directory)
     save(module.state_dict(), file.path)
     with torch.no_grad():
         module.to(device="meta")
     return open_safetensors(file.path, keep_alive=file)
-
-
-def _unlink(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)

@@ -13,7 +13,7 @@ from typing import Any
 from nvflare.apis.fl_context import FLContext
 
 from nvflare_lazy.flare import job_context
-from nvflare_lazy.flare.initial_model import ScratchModelFile
+from nvflare_lazy.flare.initial_model import new_file
 from nvflare_lazy.scratch import JobScratch, current_job_scratch
 
 
@@ -53,7 +53,7 @@ class Outgoing:
     def new(self, nbytes: int) -> Any:
         """Return a place for a file of so many bytes: it has a `path`, and keeps the file as long as it lives."""
         if self._incoming is not None:
-            return ScratchModelFile(self._incoming)
+            return new_file(self._incoming)
         return InScratch(current_job_scratch(), nbytes)
 
     @staticmethod

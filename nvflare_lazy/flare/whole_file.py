@@ -15,9 +15,9 @@ from typing import Any
 from nvflare_lazy.errors import NVFlareLazyError
 from nvflare_lazy.flare.weights import geometry_of
 from nvflare_lazy.formats.safetensors_reader import open_safetensors
-from nvflare_lazy.tensors.byte_source import OpenFile
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+from nvflare_lazy.tensors.tensor_file import TensorFile
 
 
 def file_that_holds(weights: Mapping[str, Any], below: Path) -> Path | None:
@@ -48,8 +48,8 @@ def file_that_holds(weights: Mapping[str, Any], below: Path) -> Path | None:
     return Path(file.path)
 
 
-def _only_file(weights: Mapping[str, Any]) -> OpenFile | None:
-    found: OpenFile | None = None
+def _only_file(weights: Mapping[str, Any]) -> TensorFile | None:
+    found: TensorFile | None = None
     for value in weights.values():
         if not isinstance(value, (LazyTensor, LazyArray)):
             return None

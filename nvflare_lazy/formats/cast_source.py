@@ -17,7 +17,7 @@ from nvflare_lazy.tensors.byte_source import ByteSource
 from nvflare_lazy.tensors.raw_bytes import storage_bytes
 
 if TYPE_CHECKING:
-    from nvflare_lazy.tensors.byte_source import OpenFile
+    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 # What is cast at once stays in the cache of a core.
 _TILE_ELEMENTS = 1 << 18
@@ -50,7 +50,7 @@ class CastSource(ByteSource):
     def describe(self) -> str:
         return self._source.describe()
 
-    def file(self) -> OpenFile | None:
+    def file(self) -> TensorFile | None:
         return self._source.file()
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:

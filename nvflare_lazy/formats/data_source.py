@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import StorageError
-from nvflare_lazy.tensors.byte_source import OpenFile
+from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:
     import os
@@ -36,8 +36,8 @@ class LazyDataSource(ABC):
         swapped: Whether numbers in the storages have the other byte order than this machine's.
     """
 
-    def __init__(self, path: str | os.PathLike[str], file: OpenFile | None = None) -> None:
-        self.file = OpenFile(path) if file is None else file
+    def __init__(self, path: str | os.PathLike[str], file: TensorFile | None = None) -> None:
+        self.file = TensorFile(path) if file is None else file
         self.path = self.file.path
         self.content: object = None
         self.pickle_bytes = 0

@@ -17,8 +17,8 @@ from nvflare_lazy.formats.tar_archive import BLOCK, is_tar_header
 from nvflare_lazy.formats.tar_source import TarSource
 from nvflare_lazy.formats.zip_archive import MAGIC
 from nvflare_lazy.formats.zip_source import ZipSource
-from nvflare_lazy.tensors.byte_source import OpenFile
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:
     import os
@@ -41,7 +41,7 @@ _KINDS: dict[str, type[ZipSource] | type[LegacyMultiStorageSource] | type[TarSou
 
 
 def open_pytorch(
-    path: str | os.PathLike[str], file: OpenFile | None = None, section: str | None = None
+    path: str | os.PathLike[str], file: TensorFile | None = None, section: str | None = None
 ) -> LazyTensorDict:
     """Open a checkpoint that `torch.save` has written, of any version.
 
@@ -59,7 +59,7 @@ def open_pytorch(
         >>> tensors["layer.weight"].shape
         torch.Size([10, 20])
     """
-    file = OpenFile(path) if file is None else file
+    file = TensorFile(path) if file is None else file
     head = bytearray(min(HEAD_BYTES, file.size))
     file.read_into(memoryview(head), 0)
     kind = sniff_pytorch(bytes(head), file)
@@ -73,7 +73,7 @@ def open_pytorch(
     return LazyTensorDict.from_entries(entries, metadata={"format": "pt"}, extras=tree.extras)
 
 
-def sniff_pytorch(head: bytes, file: OpenFile | None = None) -> str | None:
+def sniff_pytorch(head: bytes, file: TensorFile | None = None) -> str | None:
     """Return which kind of PyTorch checkpoint a file looks like: "zip", "legacy", "tar", or None.
 
     Args:

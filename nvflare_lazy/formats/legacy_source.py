@@ -18,12 +18,13 @@ from nvflare_lazy.formats.pickle_globals import find_global
 from nvflare_lazy.formats.pickle_stream import PickleStream
 from nvflare_lazy.formats.pickled_tensors import StorageRef, storage_ref, text
 from nvflare_lazy.formats.unpickler import RestrictedUnpickler
-from nvflare_lazy.tensors.byte_source import FileSource
+from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:
     import os
 
-    from nvflare_lazy.tensors.byte_source import ByteSource, OpenFile
+    from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 # The first bytes of the file hold it in one of these forms, by the protocol of the pickle.
@@ -43,7 +44,7 @@ class LegacyMultiStorageSource(LazyDataSource):
         file: The same file if it is open already.
     """
 
-    def __init__(self, path: str | os.PathLike[str], file: OpenFile | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], file: TensorFile | None = None) -> None:
         super().__init__(path, file)
         self._announced: dict[str, StorageRef] = {}
         stream = PickleStream(self.file, 0, self.file.size)

@@ -17,8 +17,8 @@ from nvflare_lazy.formats.safetensors_header import MAX_HEADER_BYTES, PREFIX_BYT
 from nvflare_lazy.formats.safetensors_reader import entries_of
 from nvflare_lazy.formats.shard_index import WEIGHT_MAP, open_index
 from nvflare_lazy.formats.shard_names import INDEX_SUFFIX, index_of
-from nvflare_lazy.tensors.byte_source import OpenFile
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.tensors.tensor_file import TensorFile
 
 # Far enough into an index to come across its weight map, behind whatever metadata it has.
 _HEAD_BYTES = 64 << 10
@@ -81,7 +81,7 @@ def _open_file(path: str, section: str | None, *, is_shard: bool) -> LazyTensorD
     if not stat.S_ISREG(os.stat(path).st_mode):
         # Opening a pipe would wait for somebody to write to it.
         raise UnknownFormatError(f"{path} is no regular file: a checkpoint is read at random, so copy it to one first")
-    file = OpenFile(path)
+    file = TensorFile(path)
     head = bytearray(min(_HEAD_BYTES, file.size))
     file.read_into(memoryview(head), 0)
     if _is_safetensors(head):

@@ -16,7 +16,7 @@ from nvflare_lazy.errors import MalformedPickleError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nvflare_lazy.tensors.byte_source import OpenFile
+    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 # Names and numbers of text opcodes are short; only an attack has a line longer than this.
 _LONGEST_LINE = 4096
@@ -63,7 +63,7 @@ class PickleStream:
         read_ahead: How much is read at once; little, where short pickles lie between tensor data.
     """
 
-    def __init__(self, file: OpenFile, start: int, stop: int, read_ahead: int = 64 << 10) -> None:
+    def __init__(self, file: TensorFile, start: int, stop: int, read_ahead: int = 64 << 10) -> None:
         self.path = file.path
         self._file = file
         self._not_pickle = start

@@ -18,7 +18,7 @@ from nvflare_lazy.errors import FormatError
 from nvflare_lazy.formats.atomic_file import AtomicFile, directory_descriptor, sync_directory
 from nvflare_lazy.formats.shard_index import read_weight_map
 from nvflare_lazy.formats.shard_names import INDEX_SUFFIX, SUFFIX, ShardName, index_of, parse_shard_name, stem_of
-from nvflare_lazy.tensors.byte_source import OpenFile
+from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -98,7 +98,7 @@ def _shards_of(path: str) -> list[str]:
 
 def _named_by(index: str) -> set[str]:
     try:
-        return set(read_weight_map(OpenFile(index)).values())
+        return set(read_weight_map(TensorFile(index)).values())
     except (FileNotFoundError, FormatError):
         return set()
 

@@ -17,7 +17,7 @@ from nvflare_lazy.tensors.byte_source import ByteSource
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nvflare_lazy.tensors.byte_source import OpenFile
+    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 
 class _RewrittenSource(ByteSource):
@@ -31,7 +31,7 @@ class _RewrittenSource(ByteSource):
     def describe(self) -> str:
         return self._base.describe()
 
-    def file(self) -> OpenFile | None:
+    def file(self) -> TensorFile | None:
         return self._base.file()
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:

@@ -29,7 +29,7 @@ from nvflare_lazy.tensors.dtypes import ElementType
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from nvflare_lazy.tensors.byte_source import OpenFile
+    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 #: Bytes of the header's length, which come before it.
 PREFIX_BYTES = 8
@@ -93,11 +93,11 @@ class SafetensorsHeader:
             )
 
 
-def read_header(file: OpenFile) -> SafetensorsHeader:
+def read_header(file: TensorFile) -> SafetensorsHeader:
     """Read and check the header of a file, and that the file is as long as the header says.
 
     Example:
-        >>> header = read_header(OpenFile("model.safetensors"))
+        >>> header = read_header(TensorFile("model.safetensors"))
         >>> header.tensors["head.weight"].shape
     """
     prefix = bytearray(min(PREFIX_BYTES, file.size))

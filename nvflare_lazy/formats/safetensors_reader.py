@@ -12,9 +12,10 @@ import torch
 
 from nvflare_lazy.errors import UnsupportedDtypeError
 from nvflare_lazy.formats.safetensors_header import SafetensorsHeader, TensorSpan, read_header
-from nvflare_lazy.tensors.byte_source import ByteSource, FileSource, OpenFile
+from nvflare_lazy.tensors.byte_source import ByteSource
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.tensor_entry import TensorEntry
+from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
 
 if TYPE_CHECKING:
     import os
@@ -35,12 +36,14 @@ def open_safetensors(path: str | os.PathLike[str], *, keep_alive: object = None)
         >>> tensors = open_safetensors("model.safetensors")
         >>> tensors.metadata
     """
-    file = OpenFile(path, keep_alive)
+    file = TensorFile(path)
+    if keep_alive is not None:
+        file.own(keep_alive)
     header = read_header(file)
     return LazyTensorDict.from_entries(entries_of(file, header), metadata=header.metadata)
 
 
-def entries_of(file: OpenFile, header: SafetensorsHeader) -> dict[str, TensorEntry]:
+def entries_of(file: TensorFile, header: SafetensorsHeader) -> dict[str, TensorEntry]:
     """Return the recipes of a file's tensors, in the order in which they lie in the file."""
     return {
         name: entry_of(FileSource(file, header.data_start + span.begin, span.end - span.begin), span)

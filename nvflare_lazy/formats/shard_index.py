@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import MissingShardError, SafetensorsError, ShardIndexError, ShardPathError
 from nvflare_lazy.formats.strict_json import JsonCursor
-from nvflare_lazy.tensors.byte_source import OpenFile
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +27,7 @@ WEIGHT_MAP = "weight_map"
 _MOST_INDEX_BYTES = 100_000_000
 
 
-def read_weight_map(file: OpenFile) -> dict[str, str]:
+def read_weight_map(file: TensorFile) -> dict[str, str]:
     """Return the name of the file that each tensor is in, from the index of a checkpoint."""
     where = file.path
     if file.size > _MOST_INDEX_BYTES:
@@ -52,12 +52,12 @@ def read_weight_map(file: OpenFile) -> dict[str, str]:
 def is_index(path: str) -> bool:
     """Whether a file is the index of a checkpoint."""
     try:
-        return bool(read_weight_map(OpenFile(path)))
+        return bool(read_weight_map(TensorFile(path)))
     except (OSError, ShardIndexError):
         return False
 
 
-def open_index(file: OpenFile, open_shard: Callable[[str], LazyTensorDict]) -> LazyTensorDict:
+def open_index(file: TensorFile, open_shard: Callable[[str], LazyTensorDict]) -> LazyTensorDict:
     """Open the checkpoint that an index describes.
 
     Args:

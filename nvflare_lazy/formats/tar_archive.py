@@ -15,7 +15,7 @@ from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import ArchiveError, DuplicateRecordError
 
 if TYPE_CHECKING:
-    from nvflare_lazy.tensors.byte_source import OpenFile
+    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 BLOCK = 512
 # A checkpoint has four members, each with a header before its header at most.
@@ -43,7 +43,7 @@ def is_tar_header(block: bytes) -> bool:
     return int(stated, 8) == sum(block[:148]) + 8 * ord(" ") + sum(block[156:BLOCK])
 
 
-def read_members(file: OpenFile) -> dict[str, TarMember]:
+def read_members(file: TensorFile) -> dict[str, TarMember]:
     """Return the files in an archive by name."""
     members: dict[str, TarMember] = {}
     at, headers = 0, 0
@@ -74,14 +74,14 @@ def read_members(file: OpenFile) -> dict[str, TarMember]:
     return members
 
 
-def _size(file: OpenFile, field: bytes, *, octal: bool) -> int:
+def _size(file: TensorFile, field: bytes, *, octal: bool) -> int:
     digits = field.strip(b" \0")
     if not re.fullmatch(rb"[0-7]{1,12}" if octal else rb"\d{1,19}", digits):
         raise ArchiveError(f"{file.path} is a tar archive with a size that is none; it is damaged")
     return int(digits, 8 if octal else 10)
 
 
-def _pax_records(file: OpenFile, at: int, nbytes: int) -> dict[str, bytes]:
+def _pax_records(file: TensorFile, at: int, nbytes: int) -> dict[str, bytes]:
     """Return what an extended header says in place of the header after it."""
     if nbytes > _LONGEST_PAX:
         raise ArchiveError(f"{file.path} is a tar archive with a header of {nbytes} bytes; it is forged")
@@ -101,7 +101,7 @@ def _pax_records(file: OpenFile, at: int, nbytes: int) -> dict[str, bytes]:
     return records
 
 
-def _read(file: OpenFile, offset: int, count: int) -> bytes:
+def _read(file: TensorFile, offset: int, count: int) -> bytes:
     data = bytearray(count)
     file.read_into(memoryview(data), offset)
     return bytes(data)

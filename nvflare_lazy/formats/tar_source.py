@@ -19,12 +19,13 @@ from nvflare_lazy.formats.pickle_stream import PickleStream
 from nvflare_lazy.formats.pickled_tensors import StorageRef, StorageType, TensorRef, is_small, text
 from nvflare_lazy.formats.tar_archive import read_members
 from nvflare_lazy.formats.unpickler import RestrictedUnpickler
-from nvflare_lazy.tensors.byte_source import FileSource
+from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:
     import os
 
-    from nvflare_lazy.tensors.byte_source import ByteSource, OpenFile
+    from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 _MEMBERS = ("storages", "tensors", "pickle")
 _MOST_DIMENSIONS = 64
@@ -40,7 +41,7 @@ class TarSource(LazyDataSource):
         file: The same file if it is open already.
     """
 
-    def __init__(self, path: str | os.PathLike[str], file: OpenFile | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], file: TensorFile | None = None) -> None:
         super().__init__(path, file)
         members = read_members(self.file)
         if not members.keys() >= set(_MEMBERS):

@@ -22,7 +22,7 @@ from nvflare_lazy.errors import (
 )
 
 if TYPE_CHECKING:
-    from nvflare_lazy.tensors.byte_source import OpenFile
+    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 MAGIC = b"PK\x03\x04"
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -55,13 +55,13 @@ class _Entry:
     crc32: int
 
 
-def read_directory(file: OpenFile) -> dict[str, ZipRecord]:
+def read_directory(file: TensorFile) -> dict[str, ZipRecord]:
     """Return the records of an archive by their full names, in the order of its directory."""
     return _Directory(file).records()
 
 
 class _Directory:
-    def __init__(self, file: OpenFile) -> None:
+    def __init__(self, file: TensorFile) -> None:
         self._file = file
         self._count, self._size, self._start = self._find()
 

@@ -18,13 +18,14 @@ from nvflare_lazy.formats.pickle_stream import PickleStream
 from nvflare_lazy.formats.pickled_tensors import StorageRef, storage_ref, text
 from nvflare_lazy.formats.unpickler import RestrictedUnpickler
 from nvflare_lazy.formats.zip_archive import read_directory
-from nvflare_lazy.tensors.byte_source import FileSource
+from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:
     import os
 
     from nvflare_lazy.formats.zip_archive import ZipRecord
-    from nvflare_lazy.tensors.byte_source import ByteSource, OpenFile
+    from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 _PICKLE = "data.pkl"
 _STORAGES = "data/"
@@ -47,7 +48,7 @@ class ZipSource(LazyDataSource):
         file: The same file if it is open already.
     """
 
-    def __init__(self, path: str | os.PathLike[str], file: OpenFile | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], file: TensorFile | None = None) -> None:
         super().__init__(path, file)
         records = read_directory(self.file)
         root = self._root(records)

@@ -24,8 +24,8 @@ _SUFFIX = re.compile(r"(\.[A-Za-z0-9]{1,20}){0,2}")
 class DownloadScratch:
     """A leased directory for one download; `JobScratch.download` makes them.
 
-    It is the `keep_alive` of the files in it: give it to `OpenFile(path, keep_alive=download)`, and the directory is
-    removed when the last tensor goes. `release` does not wait for that: it stops what is still being written and
+    It owns the files in it: call `file.own(download)` for a `TensorFile`, and the directory is removed with the last
+    tensor of it. `release` does not wait for that: it stops what is still being written and
     removes the directory now. Files that are open for reading stay readable until they are closed.
 
     Args:

@@ -39,7 +39,8 @@ class ScratchFile:
         >>> file = download.new_file()
         >>> file.write(header)
         >>> file.pwrite(tensor_bytes, offset)
-        >>> OpenFile(file.finish(), keep_alive=download)
+        >>> tensors = TensorFile(file.finish())
+        >>> tensors.own(download)
     """
 
     def __init__(self, keep_alive: object, directory: DownloadDirectory, name: str) -> None:

@@ -8,23 +8,15 @@ The lowest stone of the package. Files, memory, strided views and tensors still 
 from __future__ import annotations
 
 import copy
-import os
-import weakref
 from abc import ABC, abstractmethod
-from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
-from nvflare_lazy.errors import ReleasedSourceError, SourceError, TruncatedSourceError
-from nvflare_lazy.tensors.shared_work import LEAST_SHARED_BYTES, in_shares
+from nvflare_lazy.errors import SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from typing_extensions import Buffer
 
-# Linux moves at most this much in one read; larger requests come back short.
-_MOST_BYTES_A_READ = 0x7FFFF000
+    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 
 def bytes_of(buffer: Buffer) -> memoryview:
@@ -79,11 +71,11 @@ class ByteSource(ABC):
             return self
         return SourceSlice(self, offset, nbytes)
 
-    def file_range(self) -> tuple[OpenFile, int] | None:
+    def file_range(self) -> tuple[TensorFile, int] | None:
         """Return the open file and the offset in it at which the bytes lie contiguous, or None if they do not."""
         return None
 
-    def file(self) -> OpenFile | None:
+    def file(self) -> TensorFile | None:
         """Return the open file that is read when this is, or None if there is none."""
         found = self.file_range()
         return None if found is None else found[0]
@@ -112,11 +104,11 @@ class SourceSlice(ByteSource):
             raise ValueError(f"bytes {offset} to {offset + nbytes} are outside of a slice of {self.nbytes}")
         return self._base.slice(self._offset + offset, nbytes)
 
-    def file_range(self) -> tuple[OpenFile, int] | None:
+    def file_range(self) -> tuple[TensorFile, int] | None:
         base = self._base.file_range()
         return None if base is None else (base[0], base[1] + self._offset)
 
-    def file(self) -> OpenFile | None:
+    def file(self) -> TensorFile | None:
         return self._base.file()
 
 
@@ -132,127 +124,6 @@ class MemorySource(ByteSource):
 
     def describe(self) -> str:
         return "memory"
-
-
-class _Descriptor:
-    """A file descriptor that is closed once nobody refers to it any more.
-
-    Closing under a running `pread` would let the kernel hand the number to another file, and the reader that file's
-    bytes: so each reader holds a reference. No lock: one that is held while another thread forks stays held in the
-    child for good.
-    """
-
-    def __init__(self, path: str) -> None:
-        # Not blocking: a named pipe would keep us waiting for its other end.
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        # Not at exit: a daemon thread may still be reading then.
-        weakref.finalize(self, os.close, self.number).atexit = False
-
-
-class OpenFile:
-    """One read-only descriptor, shared by all the sources that read the file.
-
-    The descriptor is closed when the last source lets go of it. `keep_alive` is released then, too: a scratch lease,
-    for one, so that the last reference to a file's tensors frees the directory the file is in.
-
-    Args:
-        path: The file; opened at once, and never looked up by name again.
-        keep_alive: Anything that must live as long as the file is open.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], keep_alive: object = None) -> None:
-        self.path = os.fspath(path)
-        self._descriptor: _Descriptor | None = _Descriptor(self.path)
-        self._held = [keep_alive]
-        with self.descriptor() as fd:
-            self.size = os.fstat(fd).st_size
-
-    @property
-    def closed(self) -> bool:
-        """Whether the file has been given back."""
-        return self._descriptor is None
-
-    @contextmanager
-    def descriptor(self) -> Iterator[int]:
-        """Lend the descriptor: it stays open until the block is left, whoever closes the file meanwhile."""
-        descriptor = self._lent()
-        try:
-            yield descriptor.number
-        finally:
-            del descriptor  # the traceback of an error must not keep the file open
-
-    def _lent(self) -> _Descriptor:
-        descriptor = self._descriptor
-        if descriptor is None:
-            raise ReleasedSourceError(f"{self.path} has been released: read its tensors before that, or materialize()")
-        return descriptor
-
-    def hold(self, keep_alive: object) -> None:
-        """Keep one more object alive for as long as the file is open."""
-        self._held.append(keep_alive)
-
-    def close(self) -> None:
-        """Give the file back now; reading any source of it raises from then on."""
-        self._descriptor = None
-        self._held.clear()
-
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from `offset` of the file on."""
-        descriptor = self._lent()
-        try:
-            if len(buffer) < LEAST_SHARED_BYTES:
-                self._read_part(descriptor.number, buffer, offset)
-            else:
-                in_shares(partial(self._read_share, descriptor.number, buffer, offset), len(buffer))
-        finally:
-            del descriptor  # the traceback of an error must not keep the file open
-
-    def _read_share(self, fd: int, buffer: memoryview, offset: int, begin: int, end: int) -> None:
-        self._read_part(fd, buffer[begin:end], offset + begin)
-
-    def _read_part(self, fd: int, buffer: memoryview, offset: int) -> None:
-        while rest := len(buffer):
-            try:
-                count = os.preadv(fd, (buffer[:_MOST_BYTES_A_READ],), offset)
-            except OSError as error:
-                raise SourceError(f"cannot read {self.path}: {error}") from error
-            if count == rest:
-                return
-            if count == 0:
-                raise TruncatedSourceError(
-                    f"{self.path} ends at byte {offset}, {rest} bytes before the tensor does: "
-                    "the file was cut short after it was opened"
-                )
-            buffer, offset = buffer[count:], offset + count
-
-
-class FileSource(ByteSource):
-    """A contiguous part of a file, read with `pread` on a shared descriptor."""
-
-    def __init__(self, file: OpenFile, offset: int, nbytes: int) -> None:
-        if offset < 0 or nbytes < 0 or offset + nbytes > file.size:
-            raise TruncatedSourceError(
-                f"{file.path} has {file.size} bytes, but a tensor in it should lie at {offset} to {offset + nbytes}"
-            )
-        self._file = file
-        self._offset = offset
-        self.nbytes = nbytes
-
-    def _read_into(self, buffer: memoryview, offset: int) -> None:
-        self._file.read_into(buffer, self._offset + offset)
-
-    def describe(self) -> str:
-        return self._file.path
-
-    def slice(self, offset: int, nbytes: int) -> ByteSource:
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside of a tensor of {self.nbytes} bytes")
-        if nbytes == self.nbytes:
-            return self
-        return FileSource(self._file, self._offset + offset, nbytes)
-
-    def file_range(self) -> tuple[OpenFile, int] | None:
-        return self._file, self._offset
 
 
 class FailedSource(ByteSource):
@@ -276,9 +147,3 @@ class FailedSource(ByteSource):
 
     def describe(self) -> str:
         return f"nowhere ({self.error})"
-
-
-def open_source(path: str | os.PathLike[str]) -> FileSource:
-    """Open a whole file as one source."""
-    file = OpenFile(path)
-    return FileSource(file, 0, file.size)

@@ -7,11 +7,8 @@ they are asked for, so that twenty thousand of them cost nothing to carry around
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -21,29 +18,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 from nvflare_lazy.errors import ReleasedSourceError
 from nvflare_lazy.tensors.byte_source import FailedSource
 from nvflare_lazy.tensors.tensor_entry import TensorEntry
+from nvflare_lazy.tensors.tensor_file import TemporaryPath
 
 if TYPE_CHECKING:
-    from nvflare_lazy.tensors.byte_source import OpenFile
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-
-logger = logging.getLogger(__name__)
+    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 FileOpener = Callable[[str], Mapping[str, TensorEntry]]
 
 
 @runtime_checkable
 class Releasable(Protocol):
-    """What a dictionary may own: something that can be given back before the garbage collector comes."""
+    """An owner of a model that can be released before its last reference is gone."""
 
     def release(self) -> None:
-        """Give it back; a second call does nothing."""
-
-
-class OwnedDirectory:
-    """A directory that is removed when nobody refers to it any more, or by `release()`, whichever comes first."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.release: Callable[[], object] = weakref.finalize(self, _remove_tree, str(path), os.getpid())
+        """Release it; a second call does nothing."""
 
 
 class LazyTensorDict(Mapping[str, "LazyTensor"]):
@@ -70,7 +59,7 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
         assert LazyTensorDict._open_file is not None
         files = {path: LazyTensorDict._open_file(path) for path in {path for path, _ in key_to_file.values()}}
         entries = {name: files[path][key] for name, (path, key) in key_to_file.items()}
-        self._set(entries, {}, {}, None if temp_dir is None else OwnedDirectory(temp_dir))
+        self._set(entries, {}, {}, None if temp_dir is None else TemporaryPath(temp_dir))
 
     @classmethod
     def from_entries(
@@ -111,7 +100,7 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
         if keep_alive is not None:
             # A tensor may outlive this dictionary, and it holds on to its file.
             for file in _files(entries):
-                file.hold(keep_alive)
+                file.own(keep_alive)
         self._lock = threading.Lock()
         self.metadata: Mapping[str, str] = MappingProxyType(dict(metadata))
         self.extras: Mapping[str, Any] = MappingProxyType(dict(extras))
@@ -173,17 +162,6 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
             keep_alive.release()
 
 
-def _files(entries: Mapping[str, TensorEntry]) -> set[OpenFile]:
+def _files(entries: Mapping[str, TensorEntry]) -> set[TensorFile]:
     found = (entry.source.file() for entry in entries.values())
     return {file for file in found if file is not None}
-
-
-def _remove_tree(path: str, owner: int) -> None:
-    if os.getpid() != owner:
-        return  # a forked child has the same objects, and lets go of them at its own time
-    try:
-        shutil.rmtree(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        logger.warning("cannot remove %s: %s; remove it by hand", path, error)

@@ -19,7 +19,7 @@ from nvflare_lazy.tensors.raw_bytes import extent
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nvflare_lazy.tensors.byte_source import OpenFile
+    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 # The most that is read from the storage at once.
 _BLOCK_BYTES = 4 << 20
@@ -60,7 +60,7 @@ class StridedSource(ByteSource):
     def describe(self) -> str:
         return self._base.describe()
 
-    def file(self) -> OpenFile | None:
+    def file(self) -> TensorFile | None:
         return self._base.file()
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:

@@ -75,7 +75,7 @@ class DiskArrayConsumer(DiskConsumer):
         files = {source.file() for _, source in received.values()}
         for file in files:
             if file is not None:
-                file.hold(self.lease())
+                file.own(self.lease())
         return {name: LazyArray(source, placed.dtype, placed.shape) for name, (placed, source) in received.items()}
 
 

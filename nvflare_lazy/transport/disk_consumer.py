@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy.errors import TransferAbortedError
-from nvflare_lazy.tensors.lazy_tensor_dict import OwnedDirectory
+from nvflare_lazy.tensors.tensor_file import TemporaryPath
 from nvflare_lazy.transport.consumers import PayloadConsumer
 from nvflare_lazy.transport.plain_folder import PlainFolder
 from nvflare_lazy.transport.shards import ExactShards, Folder, Placed, RollingShards, open_placed
@@ -102,7 +102,7 @@ class DiskConsumer(PayloadConsumer):
 
     def lease(self) -> object:
         """Return what the tensors have to keep alive, and what removes the directory when it dies."""
-        return OwnedDirectory(self.folder.path) if isinstance(self.folder, PlainFolder) else self.folder
+        return TemporaryPath(self.folder.path) if isinstance(self.folder, PlainFolder) else self.folder
 
     def discard(self) -> None:
         """Remove what has come so far."""

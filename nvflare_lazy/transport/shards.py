@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from nvflare_lazy.errors import DuplicateItemError
-from nvflare_lazy.tensors.byte_source import FileSource, OpenFile
+from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -222,12 +222,12 @@ def encode_header(entries: Iterable[tuple[str, str, tuple[int, ...], int, int]],
 
 def open_placed(placed: Mapping[str, Placed]) -> dict[str, FileSource]:
     """Open the files and return the bytes of each tensor."""
-    files: dict[str, OpenFile] = {}
+    files: dict[str, TensorFile] = {}
     sources = {}
     for name, place in placed.items():
         file = files.get(place.path)
         if file is None:
-            files[place.path] = file = OpenFile(place.path)
+            files[place.path] = file = TensorFile(place.path)
         sources[name] = FileSource(file, place.offset, place.nbytes)
     return sources
 

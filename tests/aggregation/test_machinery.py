@@ -19,7 +19,8 @@ from nvflare_lazy.aggregation.vectors import InputVector, OutputVector
 from nvflare_lazy.aggregation.workers import Watch, work_through
 from nvflare_lazy.errors import MemoryBudgetError, TruncatedSourceError
 from nvflare_lazy.formats import StreamingWriter, TensorMeta
-from nvflare_lazy.tensors.byte_source import MemorySource, open_source
+from nvflare_lazy.tensors.byte_source import MemorySource
+from nvflare_lazy.tensors.tensor_file import open_source
 
 
 class TestMemoryPlan:

@@ -35,9 +35,10 @@ from nvflare_lazy.errors import (
     WeightError,
     ZeroWeightError,
 )
-from nvflare_lazy.tensors.byte_source import FailedSource, FileSource, OpenFile
+from nvflare_lazy.tensors.byte_source import FailedSource
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
 from tests.aggregation.contributions import bits, flat, matrix, on_disk, random_round
 
 
@@ -580,14 +581,14 @@ def test_very_many_small_tensors(out, tmp_path):
     files = {name: nvflare_lazy.save(tensors, tmp_path / f"{name}.safetensors") for name in "ab"}
     contributions = {name: nvflare_lazy.open(path) for name, path in files.items()}
     reads = []
-    read = OpenFile.read_into
+    read = TensorFile.read_into
 
     def counting(self, buffer, offset):
         reads.append(len(buffer))
         read(self, buffer, offset)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OpenFile, "read_into", counting)
+        patch.setattr(TensorFile, "read_into", counting)
         patch.setattr(FileSource, "read_into", counting)
         result = aggregate(contributions, out)
     assert len(reads) < 10

@@ -49,12 +49,24 @@ def test_help_of_a_command(cli, name):
 
 @pytest.mark.parametrize("args", [["--version"], ["--help"], ["convert", "--help"], ["inspect", "a", "--match=("]])
 def test_needs_neither_torch_nor_nvflare(args):
-    """Nobody waits for torch to be told how a command is used."""
+    """The usage of a command is shown without loading torch."""
     code = f"""if True:
         import sys
         from nvflare_lazy.cli.program import run
         run({args!r})
         assert not {{"torch", "numpy", "nvflare", "rich.progress"}} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_clean_does_not_load_torch(tmp_path):
+    """`clean` and all of scratch work without torch, so it must not come with the module that opens files."""
+    code = f"""if True:
+        import sys
+        from nvflare_lazy.cli.program import run
+        import nvflare_lazy.tensors.tensor_file
+        run(["clean", "--root", {str(tmp_path / "scratch")!r}])
+        assert not {{"torch", "numpy", "nvflare"}} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from nvflare_lazy.cli import checking
 from nvflare_lazy.errors import TruncatedSourceError
-from nvflare_lazy.tensors.byte_source import OpenFile
+from nvflare_lazy.tensors.tensor_file import TensorFile
 from tests.cli.sparse import write_sparse
 
 
@@ -119,14 +119,14 @@ def test_shards(cli, model, tmp_path):
 
 def test_read_errors(cli, model, monkeypatch):
     """A tensor whose bytes cannot be read is named, and so is the next one."""
-    read_into = OpenFile.read_into
+    read_into = TensorFile.read_into
 
     def failing(self, buffer, offset):
         if len(buffer) in (128, 25600):
             raise TruncatedSourceError(f"{self.path} ends at byte {offset}")
         read_into(self, buffer, offset)
 
-    monkeypatch.setattr(OpenFile, "read_into", failing)
+    monkeypatch.setattr(TensorFile, "read_into", failing)
     code, out, _ = cli("verify", "in.safetensors")
     assert code == 1
     assert [line.split(":")[0] for line in out.splitlines()[1:]] == ["  tensor embed.weight", "  tensor norm"]

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from nvflare_lazy.errors import UnsupportedDtypeError
 from nvflare_lazy.formats import cast_source
 from nvflare_lazy.formats.cast_source import CastSource
-from nvflare_lazy.tensors.byte_source import FileSource, MemorySource, OpenFile
+from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.raw_bytes import storage_bytes
+from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
 from tests.tensors.byte_source_contract import ByteSourceContract
 
 FLOATS = [
@@ -50,7 +51,7 @@ class TestNarrowing(ByteSourceContract):
     def make(self, tmp_path):
         values = torch.randn(333, generator=torch.Generator().manual_seed(1))
         (tmp_path / "file").write_bytes(b"head" + as_bytes(values))
-        source = FileSource(OpenFile(tmp_path / "file"), 4, values.nbytes)
+        source = FileSource(TensorFile(tmp_path / "file"), 4, values.nbytes)
         return CastSource(source, torch.float32, torch.bfloat16), as_bytes(values.bfloat16())
 
 

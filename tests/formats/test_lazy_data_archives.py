@@ -25,7 +25,7 @@ from nvflare_lazy.errors import (
 from nvflare_lazy.formats import zip_archive
 from nvflare_lazy.formats.lazy_data import open_pytorch, sniff_pytorch
 from nvflare_lazy.formats.zip_archive import read_directory
-from nvflare_lazy.tensors.byte_source import OpenFile
+from nvflare_lazy.tensors.tensor_file import TensorFile
 from tests.formats import pytorch_files as files
 
 CENTRAL = b"PK\x01\x02"
@@ -93,7 +93,7 @@ def test_more_than_65535_records(tmp_path):
     with zipfile.ZipFile(tmp_path / "many.zip", "w") as archive:
         for index in range(66_000):
             archive.writestr(f"r/{index}", b"")
-    assert len(read_directory(OpenFile(tmp_path / "many.zip"))) == 66_000
+    assert len(read_directory(TensorFile(tmp_path / "many.zip"))) == 66_000
 
 
 def test_records_beyond_4_gib(tmp_path):
@@ -582,7 +582,7 @@ def test_tar_references_to_nothing(tar, persistent):
 def test_sniffs_each_kind(tmp_path, saver, kind):
     """The first bytes say which kind it is."""
     saver({"a": torch.arange(3.0)}, tmp_path / "model")
-    assert sniff_pytorch((tmp_path / "model").read_bytes()[:512], OpenFile(tmp_path / "model")) == kind
+    assert sniff_pytorch((tmp_path / "model").read_bytes()[:512], TensorFile(tmp_path / "model")) == kind
 
 
 @pytest.mark.parametrize("protocol", range(1, 6))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nvflare_lazy.formats.lazy_data import open_pytorch
-from nvflare_lazy.tensors.byte_source import FileSource
+from nvflare_lazy.tensors.tensor_file import FileSource
 from tests.formats import pytorch_files as files
 
 # Torch says so at the first complex32 tensor, whoever makes it.

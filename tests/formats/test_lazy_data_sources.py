@@ -20,7 +20,8 @@ from nvflare_lazy.formats.lazy_data import (
     open_pytorch,
 )
 from nvflare_lazy.formats.rewritten_source import ByteSwappedSource, SignFlippedSource
-from nvflare_lazy.tensors.byte_source import MemorySource, OpenFile
+from nvflare_lazy.tensors.byte_source import MemorySource
+from nvflare_lazy.tensors.tensor_file import TensorFile
 from tests.formats import pytorch_files as files
 from tests.tensors.byte_source_contract import ByteSourceContract
 
@@ -109,7 +110,7 @@ def test_failing_to_open_closes_the_file(tmp_path):
 def test_takes_a_file_that_is_open(saved):
     """Whoever sniffed the file passes it on: it is not looked up by name again."""
     path, content = saved
-    file = OpenFile(path)
+    file = TensorFile(path)
     path.rename(path.with_name("elsewhere"))
     files.assert_same(open_pytorch(path, file), content)
 

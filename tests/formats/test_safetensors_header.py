@@ -16,7 +16,7 @@ from safetensors import SafetensorError, deserialize
 from nvflare_lazy.errors import FormatError, SafetensorsError, SafetensorsRule
 from nvflare_lazy.formats import strict_json
 from nvflare_lazy.formats.safetensors_header import header_length, parse_header, parse_message, read_header
-from nvflare_lazy.tensors.byte_source import OpenFile
+from nvflare_lazy.tensors.tensor_file import TensorFile
 from tests.formats.header_mutations import entry, good_headers, message
 
 if TYPE_CHECKING:
@@ -203,10 +203,10 @@ def test_header_of_a_file_is_checked_against_its_length(tmp_path) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes((99_999_999).to_bytes(8, "little") + b"{}")
     with rule_broken("header-truncated", match="fetch it again"):
-        read_header(OpenFile(path))
+        read_header(TensorFile(path))
     path.write_bytes(one()[:-1])
     with rule_broken("data-truncated", match="fetch it again"):
-        read_header(OpenFile(path))
+        read_header(TensorFile(path))
 
 
 def test_too_many_names(monkeypatch) -> None:

@@ -24,7 +24,7 @@ from nvflare_lazy.errors import (
 )
 from nvflare_lazy.formats.shard_index import read_weight_map
 from nvflare_lazy.formats.shard_names import ShardName, parse_shard_name
-from nvflare_lazy.tensors.byte_source import OpenFile
+from nvflare_lazy.tensors.tensor_file import TensorFile
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -132,7 +132,7 @@ def test_broken_index(sharded: Path, text: str) -> None:
 def test_large_metadata_of_an_index_is_not_built(sharded: Path) -> None:
     """What an index holds beside its weight map takes no memory, and no more than a megabyte of it is allowed."""
     write_index(sharded, {"a": FIRST}, notes=[[]] * 250_000)
-    file = OpenFile(sharded / INDEX)
+    file = TensorFile(sharded / INDEX)
     tracemalloc.start()
     try:
         assert read_weight_map(file) == {"a": FIRST}

@@ -29,7 +29,8 @@ from nvflare_lazy.errors import (
 )
 from nvflare_lazy.formats import StreamingWriter, TensorMeta, copying, save
 from nvflare_lazy.formats.written_ranges import WrittenRanges
-from nvflare_lazy.tensors.byte_source import FailedSource, MemorySource, open_source
+from nvflare_lazy.tensors.byte_source import FailedSource, MemorySource
+from nvflare_lazy.tensors.tensor_file import open_source
 
 META = [TensorMeta("w", "F32", [300, 1000]), TensorMeta("b", "I64", [7]), TensorMeta("e", "U8", [0])]
 

@@ -17,7 +17,7 @@ from nvflare_lazy.formats.pickle_globals import find_global
 from nvflare_lazy.formats.pickle_stream import SCALARS, PickleStream
 from nvflare_lazy.formats.pickled_tensors import Global, StorageType
 from nvflare_lazy.formats.unpickler import _ACTIONS, RestrictedUnpickler
-from nvflare_lazy.tensors.byte_source import OpenFile
+from nvflare_lazy.tensors.tensor_file import TensorFile
 from tests.formats import pytorch_files as files
 
 # Opcodes that no checkpoint needs, though Python knows them.
@@ -37,7 +37,7 @@ REFUSED = {
 
 def unpickle(data: bytes, path, persistent_load=None) -> object:
     path.write_bytes(data)
-    file = OpenFile(path)
+    file = TensorFile(path)
     stream = PickleStream(file, 0, file.size)
     return RestrictedUnpickler(stream, lambda *name: find_global(file.path, *name), persistent_load or refuse).load()
 

@@ -14,6 +14,7 @@ import pytest
 
 from nvflare_lazy.scratch import JobScratch, ScratchRoot
 from nvflare_lazy.scratch.owner import OwnerRecord
+from nvflare_lazy.tensors.tensor_file import TensorFile
 
 SMALL_DISK = 8 << 20
 
@@ -138,3 +139,10 @@ def write_without_end(file, block: bytes) -> None:
 def names(directory: Path) -> list[str]:
     """Everything in a directory, by name."""
     return sorted(os.listdir(directory))
+
+
+def owned(path: Path, owner: object) -> TensorFile:
+    """Open a file that keeps its owner alive."""
+    file = TensorFile(path)
+    file.own(owner)
+    return file

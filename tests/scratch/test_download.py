@@ -15,9 +15,8 @@ import pytest
 
 from nvflare_lazy.errors import NVFlareLazyError, ReleasedScratchError, ScratchError, ScratchGoneError
 from nvflare_lazy.scratch import JobScratch, scratch_file
-from nvflare_lazy.tensors.byte_source import OpenFile
 from tests import measure
-from tests.scratch.conftest import names
+from tests.scratch.conftest import names, owned
 
 
 def test_written_bytes_are_in_the_file(job):
@@ -182,7 +181,7 @@ def test_last_tensor_keeps_the_directory(job):
     files = [download.new_file() for _ in range(2)]
     for file in files:
         file.write(b"abc")
-    sources = [OpenFile(file.finish(), keep_alive=download) for file in files]
+    sources = [owned(file.finish(), download) for file in files]
     path = download.path
     gc.disable()
     try:
@@ -216,7 +215,7 @@ def test_open_files_are_readable_after_release(job):
     download = job.download()
     file = download.new_file()
     file.write(b"abc")
-    reader = OpenFile(file.finish(), keep_alive=download)
+    reader = owned(file.finish(), download)
     download.release()
     buffer = bytearray(3)
     reader.read_into(memoryview(buffer), 0)
@@ -289,7 +288,7 @@ def test_cycles_do_not_grow(job):
         download = job.download("a label", expect=2000)
         file = download.new_file()
         file.write(bytes(1000))
-        reader = OpenFile(file.finish(), keep_alive=download)
+        reader = owned(file.finish(), download)
         if number % 3 == 0:
             download.settle()
         if number % 2:

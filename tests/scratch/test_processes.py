@@ -84,12 +84,13 @@ def test_processes_that_reclaim_at_once(start_child, root):
 ENDING = """
 import sys, threading
 from nvflare_lazy.scratch import JobScratch, current_job_scratch
-from nvflare_lazy.tensors.byte_source import OpenFile
+from nvflare_lazy.tensors.tensor_file import TensorFile
 
 job = JobScratch.open(sys.argv[1], job="job", min_free=0)
 file = job.download().new_file()
 file.write(b"abc")
-kept = OpenFile(file.finish(), keep_alive=file)
+kept = TensorFile(file.finish())
+kept.own(file)
 current_job_scratch().download().new_file().write(b"abc")
 if "writing" in sys.argv[2]:
     busy = job.download()

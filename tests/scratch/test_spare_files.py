@@ -11,7 +11,8 @@ import pytest
 
 from nvflare_lazy.errors import ReleasedSourceError
 from nvflare_lazy.scratch import JobScratch, spare_files
-from nvflare_lazy.tensors.byte_source import FileSource, OpenFile
+from nvflare_lazy.tensors.tensor_file import FileSource
+from tests.scratch.conftest import owned
 
 MIB = 1 << 20
 OLD, NEW = b"o" * (3 * MIB), b"n" * (2 * MIB)
@@ -72,7 +73,7 @@ def test_small_files_are_not_kept(job):
 def test_a_file_that_is_being_read_is_not_used_again(job):
     """Whoever has it open reads what was in it to the end, also after a release."""
     download = job.download()
-    file = OpenFile(received(download), keep_alive=download)
+    file = owned(received(download), download)
     source = FileSource(file, 0, len(OLD))
     download.release()
     assert spares(job) == []
@@ -83,7 +84,7 @@ def test_a_file_that_is_being_read_is_not_used_again(job):
 def test_a_file_that_was_closed_is_used_again(job):
     """Closing and releasing, as `LazyTensorDict.cleanup()` does, keeps it; the old source cannot read the new bytes."""
     download = job.download()
-    file = OpenFile(received(download), keep_alive=download)
+    file = owned(received(download), download)
     source = FileSource(file, 0, len(OLD))
     file.close()
     download.release()
@@ -96,7 +97,7 @@ def test_a_file_that_was_closed_is_used_again(job):
 def test_the_last_reference_keeps_it(job):
     """A download whose last tensor goes is over, too."""
     download = job.download()
-    file = OpenFile(received(download), keep_alive=download)
+    file = owned(received(download), download)
     source = FileSource(file, 0, len(OLD))
     del download, file, source
     assert spares(job) == [len(OLD)]

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from nvflare_lazy.errors import LazyTensorError, ReleasedSourceError, SourceError, TruncatedSourceError
-from nvflare_lazy.tensors import byte_source
-from nvflare_lazy.tensors.byte_source import FailedSource, FileSource, MemorySource, OpenFile, SourceSlice, open_source
+from nvflare_lazy.tensors import tensor_file
+from nvflare_lazy.tensors.byte_source import FailedSource, MemorySource, SourceSlice
+from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile, open_source
 from tests.tensors.byte_source_contract import ByteSourceContract
 
 DATA = random.Random(1).randbytes(1000)
@@ -24,7 +25,7 @@ class TestFileSource(ByteSourceContract):
     def make(self, tmp_path):
         path = tmp_path / "file"
         path.write_bytes(b"head" + DATA + b"tail")
-        return FileSource(OpenFile(path), 4, len(DATA)), DATA
+        return FileSource(TensorFile(path), 4, len(DATA)), DATA
 
 
 class TestMemorySource(ByteSourceContract):
@@ -43,7 +44,7 @@ def descriptors() -> int:
 
 def test_short_reads_are_continued(tmp_path, monkeypatch):
     """The kernel may return less than was asked for: large reads are put together from parts."""
-    monkeypatch.setattr(byte_source, "_MOST_BYTES_A_READ", 7)
+    monkeypatch.setattr(tensor_file, "_MAX_READ_BYTES", 7)
     (tmp_path / "file").write_bytes(DATA)
     assert bytes(open_source(tmp_path / "file").read()) == DATA
 
@@ -57,9 +58,11 @@ def test_descriptor_lives_as_long_as_a_slice(tmp_path, no_gc):
     (tmp_path / "file").write_bytes(DATA)
     before, lease = descriptors(), Lease()
     gone = weakref.ref(lease)
-    source = FileSource(OpenFile(tmp_path / "file", keep_alive=lease), 0, 100)
+    file = TensorFile(tmp_path / "file")
+    file.own(lease)
+    source = FileSource(file, 0, 100)
     parts = [source.slice(i, 10) for i in range(50)]
-    del source, lease
+    del source, lease, file
     assert descriptors() == before + 1
     assert gone() is not None
     assert bytes(parts[7].read()) == DATA[7:17]
@@ -93,7 +96,7 @@ def test_promise_beyond_the_file_is_an_error(tmp_path):
     """A tensor cannot be laid beyond the end of its file."""
     (tmp_path / "file").write_bytes(DATA)
     with pytest.raises(TruncatedSourceError, match="1000 bytes"):
-        FileSource(OpenFile(tmp_path / "file"), 999, 2)
+        FileSource(TensorFile(tmp_path / "file"), 999, 2)
 
 
 def test_kernel_errors_are_ours(tmp_path, monkeypatch):
@@ -114,7 +117,7 @@ def test_kernel_errors_are_ours(tmp_path, monkeypatch):
 def test_closed_file_raises(tmp_path):
     """Reading what was given back raises; giving it back twice does not."""
     (tmp_path / "file").write_bytes(DATA)
-    file = OpenFile(tmp_path / "file")
+    file = TensorFile(tmp_path / "file")
     source = FileSource(file, 0, 10)
     file.close()
     file.close()
@@ -129,7 +132,7 @@ def test_close_never_races_a_read(tmp_path):
     (tmp_path / "b").write_bytes(b"b" * 4096)
     wrong: list[bytes] = []
     for _ in range(200):
-        file = OpenFile(tmp_path / "a")
+        file = TensorFile(tmp_path / "a")
         source = FileSource(file, 0, 4096)
         barrier = threading.Barrier(3)
 

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from nvflare_lazy.errors import ReleasedSourceError
-from nvflare_lazy.tensors.byte_source import FileSource, MemorySource, OpenFile
+from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict, OwnedDirectory
+from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.tensor_entry import TensorEntry
+from nvflare_lazy.tensors.tensor_file import FileSource, TemporaryPath, TensorFile
 
 VALUES = torch.arange(1 << 14, dtype=torch.float32)
 
@@ -33,7 +34,7 @@ def path(tmp_path):
 
 def tensors(path, keep_alive=None) -> LazyTensorDict:
     """Twelve overlapping tensors of 32 × 32."""
-    file = OpenFile(path)
+    file = TensorFile(path)
     entries = {str(i): TensorEntry(FileSource(file, i * 1024, 4096), torch.float32, (32, 32)) for i in range(12)}
     return LazyTensorDict.from_entries(entries, keep_alive=keep_alive)
 
@@ -145,7 +146,7 @@ def test_a_forked_child_removes_nothing(path, tmp_path):
     """A child that lets go of the tensors, as it does at its end, does not take the parent's directory with it."""
     owned = tmp_path / "owned"
     owned.mkdir()
-    made = tensors(path, OwnedDirectory(owned))
+    made = tensors(path, TemporaryPath(owned))
 
     def let_go() -> bool:
         nonlocal made
@@ -166,7 +167,7 @@ def test_a_file_that_is_a_pipe_does_not_block(tmp_path):
     """Opening a named pipe nobody writes to is an error, not a wait."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="pipe"):
-        FileSource(OpenFile(tmp_path / "pipe"), 0, 8)
+        FileSource(TensorFile(tmp_path / "pipe"), 0, 8)
 
 
 def run(code: str) -> str:
@@ -182,7 +183,7 @@ def test_interpreter_shutdown(path):
     """A program that ends with lazy tensors in globals, cycles and pinned memory ends in silence."""
     code = f"""
         import torch
-        from nvflare_lazy.tensors.byte_source import open_source
+        from nvflare_lazy.tensors.tensor_file import open_source
         from nvflare_lazy.tensors.lazy_tensor import LazyTensor
         from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
         from nvflare_lazy.tensors.tensor_entry import TensorEntry

@@ -12,8 +12,8 @@ import pytest
 
 from nvflare_lazy.errors import TruncatedSourceError
 from nvflare_lazy.tensors import shared_work
-from nvflare_lazy.tensors.byte_source import open_source
 from nvflare_lazy.tensors.shared_work import LEAST_SHARED_BYTES, in_shares
+from nvflare_lazy.tensors.tensor_file import open_source
 
 MANY = 4 * LEAST_SHARED_BYTES + 5
 
@@ -139,7 +139,7 @@ def test_reading_while_the_interpreter_ends(tmp_path):
 import atexit, threading
 from nvflare_lazy.tensors import shared_work
 shared_work._helpers.most = 3
-from nvflare_lazy.tensors.byte_source import open_source
+from nvflare_lazy.tensors.tensor_file import open_source
 source = open_source({str(path)!r})
 def refuse(thread):
     raise RuntimeError("can't start new thread")
@@ -155,19 +155,19 @@ INTERRUPTED = """
 import signal, threading, time
 import torch
 from nvflare_lazy.tensors import shared_work
-from nvflare_lazy.tensors.byte_source import OpenFile, open_source
+from nvflare_lazy.tensors.tensor_file import TensorFile, open_source
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 
 NBYTES = 8 << 20
 open("data", "wb").write(bytes([170]) * NBYTES)
 shared_work._helpers.most = 1
-real = OpenFile._read_part
+real = TensorFile._read_part
 
 def slow(self, fd, buffer, offset):
     time.sleep(0.05 if threading.current_thread() is threading.main_thread() else 0.6)
     real(self, fd, buffer, offset)
 
-OpenFile._read_part = slow
+TensorFile._read_part = slow
 lazy = LazyTensor(open_source("data"), torch.uint8, (NBYTES,))
 target = torch.zeros(NBYTES, dtype=torch.uint8)
 signal.signal(signal.SIGALRM, signal.default_int_handler)

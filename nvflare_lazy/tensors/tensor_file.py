@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An open file of tensors: its descriptor, its table of contents, and the objects that it keeps alive.
+
+Readers, writers and received files share one `TensorFile` for all tensors of a file. This module does not load torch,
+so that programs that only manage scratch start quickly.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import stat
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from nvflare_lazy.errors import ReleasedSourceError, SourceError, TruncatedSourceError
+from nvflare_lazy.tensors.byte_source import ByteSource
+from nvflare_lazy.tensors.shared_work import LEAST_SHARED_BYTES, in_shares
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nvflare_lazy.tensors.dtypes import ElementType
+
+logger = logging.getLogger(__name__)
+
+# Linux moves at most this much in one read; larger requests come back short.
+_MAX_READ_BYTES = 0x7FFFF000
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a file or message: what it is, and where its bytes are.
+
+    It does not refer to the file. Scratch is freed by reference counts, and a file that holds its table of contents
+    would be part of a cycle, which only the garbage collector frees.
+
+    Attributes:
+        element_type: Its element type.
+        shape: Its shape, in elements as the format counts them.
+        offset: The position of its first byte in the file.
+        nbytes: Its size in bytes.
+    """
+
+    element_type: ElementType
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class TemporaryPath:
+    """A file or directory that is removed with the last reference to this object, or by `release()`.
+
+    Args:
+        path: The file or directory. It may be created later.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self.release: Callable[[], object] = weakref.finalize(self, _remove, self.path, os.getpid())
+
+
+class _Descriptor:
+    """A file descriptor that is closed with the last reference to it.
+
+    Closing under a running `pread` would let the kernel hand the number to another file, and the reader that file's
+    bytes: so each reader holds a reference. No lock: one that is held while another thread forks stays held in the
+    child for good.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        # Not at exit: a daemon thread may still be reading then.
+        weakref.finalize(self, os.close, number).atexit = False
+
+
+class TensorFile:
+    """One read-only descriptor, shared by all the sources that read the file.
+
+    The descriptor is closed when the last source lets go of it. The file drops its owners then, so that the
+    last reference to a file's tensors frees the directory the file is in.
+
+    Args:
+        path: The file; opened at once, and never looked up by name again.
+        descriptor: An open descriptor of the file, instead of opening `path`. The file closes it.
+        contents: The tensors of the file by name, in the order of their bytes. Default: not known.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        descriptor: int | None = None,
+        contents: Mapping[str, StoredTensor] | None = None,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.contents = contents
+        if descriptor is None:
+            # Not blocking: a named pipe would keep us waiting for its other end.
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._descriptor: _Descriptor | None = _Descriptor(descriptor)
+        self._owners: list[object] = []
+        self.size = os.fstat(descriptor).st_size
+
+    @property
+    def closed(self) -> bool:
+        """Whether the file has been closed."""
+        return self._descriptor is None
+
+    @contextmanager
+    def descriptor(self) -> Iterator[int]:
+        """Lend the descriptor: it stays open until the block is left, whoever closes the file meanwhile."""
+        descriptor = self._lent()
+        try:
+            yield descriptor.number
+        finally:
+            del descriptor  # the traceback of an error must not keep the file open
+
+    def _lent(self) -> _Descriptor:
+        descriptor = self._descriptor
+        if descriptor is None:
+            raise ReleasedSourceError(f"{self.path} has been released: read its tensors before that, or materialize()")
+        return descriptor
+
+    def own(self, owner: object) -> None:
+        """Keep an object alive for as long as the file is open.
+
+        Args:
+            owner: For example the scratch of a download.
+        """
+        self._owners.append(owner)
+
+    def is_still_at(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether this file is open and has a name at `path`, by device and inode number."""
+        try:
+            with self.descriptor() as fd:
+                return os.path.samestat(os.fstat(fd), os.stat(path))
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Close the file now and drop its owners; reading any source of it raises from then on."""
+        self._descriptor = None
+        self._owners.clear()
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` with the bytes of the file that start at `offset`."""
+        descriptor = self._lent()
+        try:
+            if len(buffer) < LEAST_SHARED_BYTES:
+                self._read_part(descriptor.number, buffer, offset)
+            else:
+                in_shares(partial(self._read_share, descriptor.number, buffer, offset), len(buffer))
+        finally:
+            del descriptor  # the traceback of an error must not keep the file open
+
+    def _read_share(self, fd: int, buffer: memoryview, offset: int, begin: int, end: int) -> None:
+        self._read_part(fd, buffer[begin:end], offset + begin)
+
+    def _read_part(self, fd: int, buffer: memoryview, offset: int) -> None:
+        while rest := len(buffer):
+            try:
+                count = os.preadv(fd, (buffer[:_MAX_READ_BYTES],), offset)
+            except OSError as error:
+                raise SourceError(f"cannot read {self.path}: {error}") from error
+            if count == rest:
+                return
+            if count == 0:
+                raise TruncatedSourceError(
+                    f"{self.path} ends at byte {offset}, {rest} bytes before the tensor does: "
+                    "the file was cut short after it was opened"
+                )
+            buffer, offset = buffer[count:], offset + count
+
+
+class FileSource(ByteSource):
+    """A contiguous part of a file, read with `pread` on a shared descriptor."""
+
+    def __init__(self, file: TensorFile, offset: int, nbytes: int) -> None:
+        if offset < 0 or nbytes < 0 or offset + nbytes > file.size:
+            raise TruncatedSourceError(
+                f"{file.path} has {file.size} bytes, but a tensor in it should lie at {offset} to {offset + nbytes}"
+            )
+        self._file = file
+        self._offset = offset
+        self.nbytes = nbytes
+
+    def _read_into(self, buffer: memoryview, offset: int) -> None:
+        self._file.read_into(buffer, self._offset + offset)
+
+    def describe(self) -> str:
+        return self._file.path
+
+    def slice(self, offset: int, nbytes: int) -> ByteSource:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside of a tensor of {self.nbytes} bytes")
+        if nbytes == self.nbytes:
+            return self
+        return FileSource(self._file, self._offset + offset, nbytes)
+
+    def file_range(self) -> tuple[TensorFile, int] | None:
+        return self._file, self._offset
+
+
+def open_source(path: str | os.PathLike[str]) -> FileSource:
+    """Open a whole file as one source."""
+    file = TensorFile(path)
+    return FileSource(file, 0, file.size)
+
+
+def _remove(path: str, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child has the same objects, and drops them at its own time
+    try:
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.warning("Cannot remove %s: %s. Remove it by hand.", path, error)
