@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nvflare_lazy._text import format_size
-from nvflare_lazy.cli.options import regex, size
-from nvflare_lazy.cli.progress import progress
-from nvflare_lazy.cli.targets import free_target, shown
-from nvflare_lazy.cli.wording import count, error_line, printable
+from nvflare_lazy.cli._common import count, error_line, free_target, printable, progress, regex, shown, size
 
 if TYPE_CHECKING:
     import re

@@ -9,7 +9,7 @@ from __future__ import annotations
 import click
 
 from nvflare_lazy._text import format_size
-from nvflare_lazy.cli.wording import columns, count, printable
+from nvflare_lazy.cli._common import columns, count, printable
 
 
 @click.command()

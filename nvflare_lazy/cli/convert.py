@@ -9,10 +9,7 @@ from __future__ import annotations
 import click
 
 from nvflare_lazy._text import format_size
-from nvflare_lazy.cli.options import section_option, size
-from nvflare_lazy.cli.progress import progress
-from nvflare_lazy.cli.targets import free_target, shown
-from nvflare_lazy.cli.wording import count, printable
+from nvflare_lazy.cli._common import count, free_target, printable, progress, section_option, shown, size
 
 # Torch's names of what can be asked for; torch itself is not loaded to say no.
 _DTYPES = {

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from nvflare_lazy._text import format_size, to_json
-from nvflare_lazy.cli.options import regex, section_option
-from nvflare_lazy.cli.wording import columns, count, printable
+from nvflare_lazy.cli._common import columns, count, printable, regex, section_option
 
 if TYPE_CHECKING:
     import re

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 import nvflare_lazy
-from nvflare_lazy.cli.wording import error_line
+from nvflare_lazy.cli._common import error_line
 from nvflare_lazy.errors import NVFlareLazyError
 
 if TYPE_CHECKING:

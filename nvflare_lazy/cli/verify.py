@@ -1,16 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nvflare-lazy verify`: whether checkpoints can be read to their last byte.
 
-What a person runs after a copy or a download, and before a round depends on the file.
+What a person runs after a copy or a download, and before a round depends on the file. Opening a file has already held
+it to every rule of its format; what is left are the bytes themselves.
 """
 
 from __future__ import annotations
 
+import os
+import zlib
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
 import click
 
 from nvflare_lazy._text import format_size
-from nvflare_lazy.cli.options import section_option
-from nvflare_lazy.cli.wording import count, printable
+from nvflare_lazy.cli._common import count, error_line, printable, progress, section_option
+from nvflare_lazy.errors import NVFlareLazyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from nvflare_lazy.formats.zip_archive import ZipRecord
+    from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+    from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+    from nvflare_lazy.tensors.tensor_file import TensorFile
+
+_TILE_BYTES = 4 << 20
 
 
 @click.command()
@@ -27,8 +47,6 @@ def verify(context: click.Context, files: tuple[str, ...], section: str | None, 
 
     The exit code is 0 if all files are good, and 1 if any is not.
     """
-    from nvflare_lazy.cli.checking import check
-
     bad = 0
     for file in files:
         report = check(file, section=section, finite=finite)
@@ -40,3 +58,144 @@ def verify(context: click.Context, files: tuple[str, ...], section: str | None, 
         for problem in report.problems:
             click.echo(f"  {problem}")
     context.exit(1 if bad else 0)
+
+
+@dataclass
+class Report:
+    """What there is to say of one file.
+
+    Attributes:
+        tensors: How many tensors it has.
+        nbytes: How many bytes they have.
+        problems: What is wrong, a line for each; none if all is well.
+    """
+
+    tensors: int = 0
+    nbytes: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Something to read: `run` is told where to count the bytes, and returns what is wrong with them."""
+
+    what: str
+    nbytes: int
+    run: Callable[[Callable[[int], None]], str | None]
+
+
+def check(file: str, *, section: str | None = None, finite: bool = False) -> Report:
+    """Read all of a checkpoint.
+
+    Args:
+        file: The checkpoint, as `nvflare_lazy.open` takes it.
+        section: The part of a training checkpoint to check.
+        finite: Whether NaN and infinite values are problems.
+    """
+    import nvflare_lazy
+
+    try:
+        tensors = nvflare_lazy.open(file, section=section)
+        sums = list(_checksum_steps(tensors))
+    except (NVFlareLazyError, OSError) as error:
+        return Report(problems=[error_line(error)])
+    report = Report(len(tensors), tensors.nbytes)
+    steps = [*sums, *_reading_steps(tensors, finite, is_read=bool(sums))]
+    with progress(f"Checking {printable(os.path.basename(file))}", sum(step.nbytes for step in steps)) as done:
+        for step in steps:
+            try:
+                problem = step.run(done)
+            except (NVFlareLazyError, OSError) as error:
+                problem = error_line(error)
+            if problem is not None:
+                report.problems.append(f"{step.what}: {problem}")
+    return report
+
+
+def _checksum_steps(tensors: LazyTensorDict) -> Iterator[_Step]:
+    """Yield the records of the zip archives a checkpoint is in, the only kind of file that has checksums."""
+    from nvflare_lazy.formats.lazy_data import HEAD_BYTES, sniff_pytorch
+    from nvflare_lazy.formats.zip_archive import read_directory
+
+    files = (entry.source.file() for entry in tensors.entries.values())
+    for file in dict.fromkeys(file for file in files if file is not None):
+        head = bytearray(min(HEAD_BYTES, file.size))
+        file.read_into(memoryview(head), 0)
+        if sniff_pytorch(bytes(head)) == "zip":
+            for name, record in read_directory(file).items():
+                yield _Step(f"record {printable(name)}", record.nbytes, partial(_check_sum, file, record))
+
+
+def _reading_steps(tensors: LazyTensorDict, finite: bool, is_read: bool) -> Iterator[_Step]:
+    """Yield what is to be read of the tensors.
+
+    Args:
+        tensors: The checkpoint.
+        finite: Whether values are to be looked at, rather than bytes.
+        is_read: Whether the files themselves have been read from end to end.
+    """
+    from nvflare_lazy.formats.safetensors_reader import UntypedEntry
+
+    seen: set[int] = set()
+    for name, entry in tensors.entries.items():
+        what = f"tensor {printable(name)}"
+        if finite and not isinstance(entry, UntypedEntry) and _may_be_infinite(entry.dtype):
+            if id(entry) not in seen:
+                yield _Step(what, entry.nbytes, partial(_check_values, entry.lazy()))
+        elif id(entry.source) not in seen and not (is_read and entry.source.file()):
+            yield _Step(what, entry.source.nbytes, partial(_read, entry.source))
+        seen.update((id(entry), id(entry.source)))
+
+
+def _tiles(source: ByteSource, tile: memoryview, done: Callable[[int], None]) -> Iterator[memoryview]:
+    for begin in range(0, source.nbytes, len(tile)):
+        part = tile[: source.nbytes - begin]
+        source.read_into(part, begin)
+        yield part
+        done(len(part))
+
+
+def _read(source: ByteSource, done: Callable[[int], None]) -> None:
+    for _ in _tiles(source, memoryview(bytearray(_TILE_BYTES)), done):
+        pass
+
+
+def _check_sum(file: TensorFile, record: ZipRecord, done: Callable[[int], None]) -> str | None:
+    from nvflare_lazy.tensors.tensor_file import FileSource
+
+    found = 0
+    source = FileSource(file, record.offset, record.nbytes)
+    for part in _tiles(source, memoryview(bytearray(_TILE_BYTES)), done):
+        found = zlib.crc32(part, found)
+    # torch can be told to leave the checksums out, and then writes 0.
+    if record.crc32 in (0, found):
+        return None
+    return f"its checksum is {found:08x}, and should be {record.crc32:08x}: its bytes were changed; get the file again"
+
+
+def _check_values(tensor: LazyTensor, done: Callable[[int], None]) -> str | None:
+    import torch
+
+    tile = memoryview(bytearray(_TILE_BYTES))
+    before = nans = infinities = 0
+    first = None
+    for part in _tiles(tensor.source, tile, done):
+        values = torch.frombuffer(part, dtype=tensor.dtype)
+        # There is no arithmetic on 8-bit floats.
+        values = values.float() if tensor.dtype.itemsize == 1 else values
+        good = values.isfinite()
+        if not good.all():
+            first = before + int((~good).to(torch.uint8).argmax()) if first is None else first
+            nans += int(values.isnan().sum())
+            infinities += int(values.isinf().sum())
+        before += len(values)
+    if first is None:
+        return None
+    place = [int(index) for index in torch.unravel_index(torch.tensor(first), tensor.shape)]
+    return f"{nans:,} NaN and {infinities:,} infinite of {count(before, 'value')}, the first at {place}"
+
+
+def _may_be_infinite(dtype: torch.dtype) -> bool:
+    from nvflare_lazy.tensors import dtypes
+
+    return (dtype.is_floating_point or dtype.is_complex) and dtypes.by_torch(dtype).packed == 1

@@ -9,7 +9,7 @@ from importlib import metadata
 
 import pytest
 
-from nvflare_lazy.flare import checkup
+from nvflare_lazy.cli import doctor
 from tests.scratch.conftest import leave_behind as leave_behind
 from tests.scratch.conftest import small_disk as small_disk
 
@@ -75,19 +75,19 @@ ALLOWS = [
 @pytest.mark.parametrize(("resources", "level", "says"), ALLOWS)
 def test_what_a_site_allows(site, resources, level, says, name):
     """As NVFlare reads it: a list of the site's own, or none, which means NVFlare's classes only."""
-    (finding,) = checkup.allow_list(site(name, **resources))
+    (finding,) = doctor.allow_list(site(name, **resources))
     assert finding.level == level
     assert says in finding.what
 
 
 def test_a_site_that_is_none(tmp_path, site):
     """No resources, and resources that cannot be read, are problems with the path in them."""
-    (finding,) = checkup.allow_list(tmp_path)
-    assert (finding.level, str(tmp_path) in finding.what) == (checkup.PROBLEM, True)
+    (finding,) = doctor.allow_list(tmp_path)
+    assert (finding.level, str(tmp_path) in finding.what) == (doctor.PROBLEM, True)
     path = site() / "local" / "resources.json"
     path.write_text("{")
-    (finding,) = checkup.allow_list(path.parents[1])
-    assert (finding.level, "is not JSON" in finding.what) == (checkup.PROBLEM, True)
+    (finding,) = doctor.allow_list(path.parents[1])
+    assert (finding.level, "is not JSON" in finding.what) == (doctor.PROBLEM, True)
 
 
 def test_scratch_that_cannot_be_used(cli, tmp_path):
@@ -111,23 +111,23 @@ def test_scratch_that_is_memory_and_small(cli, small_disk):
 def test_dead_scratch_is_removed_and_told(root, leave_behind):
     """Leasing scratch as a job does takes away what dead processes left, and it says how much that was."""
     directory = leave_behind()
-    (finding,) = [found for found in checkup.scratch(str(root)) if "dead processes" in found.what]
-    assert (finding.level, "had left" in finding.what) == (checkup.OK, True)
+    (finding,) = [found for found in doctor.scratch(str(root)) if "dead processes" in found.what]
+    assert (finding.level, "had left" in finding.what) == (doctor.OK, True)
     assert not directory.exists()
 
 
 def test_dead_scratch_that_stays(root, leave_behind, monkeypatch):
     """What cannot be removed is a warning that names it."""
     directory = leave_behind()
-    monkeypatch.setattr(checkup.JobScratch, "open", _open_without_reclaiming(directory))
-    (finding,) = [found for found in checkup.scratch(str(root)) if "dead processes" in found.what]
-    assert finding.level == checkup.WARNING
+    monkeypatch.setattr(doctor.JobScratch, "open", _open_without_reclaiming(directory))
+    (finding,) = [found for found in doctor.scratch(str(root)) if "dead processes" in found.what]
+    assert finding.level == doctor.WARNING
     assert str(directory) in finding.what
 
 
 def _open_without_reclaiming(directory):
     """Opens scratch while what a dead process left is where nobody looks for it."""
-    opening = checkup.JobScratch.open
+    opening = doctor.JobScratch.open
 
     def opened(*args, **kwargs):
         lease, elsewhere = directory.with_suffix(".lease"), directory.parent.parent
@@ -143,19 +143,19 @@ def _open_without_reclaiming(directory):
 def test_limits_of_processes(monkeypatch):
     """Few open files and a largest file size are warnings; enough of both are not."""
     limits = {resource.RLIMIT_NOFILE: (256, 256), resource.RLIMIT_FSIZE: (1 << 30, 1 << 30)}
-    monkeypatch.setattr(checkup.resource, "getrlimit", limits.__getitem__)
-    warned = [found.what for found in checkup.limits() if found.level == checkup.WARNING]
+    monkeypatch.setattr(doctor.resource, "getrlimit", limits.__getitem__)
+    warned = [found.what for found in doctor.limits() if found.level == doctor.WARNING]
     assert "only 256 open files" in warned[0]
     assert "1.0 GiB" in warned[1]
     limits |= {resource.RLIMIT_NOFILE: (65536, 65536), resource.RLIMIT_FSIZE: (resource.RLIM_INFINITY,) * 2}
-    assert not [found for found in checkup.limits() if found.level != checkup.OK]
+    assert not [found for found in doctor.limits() if found.level != doctor.OK]
 
 
 def test_the_limit_of_a_container(monkeypatch, tmp_path):
     """What the container may have is told, page cache included."""
     (tmp_path / "memory.max").write_text(f"{3 << 30}\n")
-    monkeypatch.setattr(checkup, "_CGROUP_LIMITS", (tmp_path / "none", tmp_path / "memory.max"))
-    assert any("may use 3.0 GiB of memory" in found.what for found in checkup.limits())
+    monkeypatch.setattr(doctor, "_CGROUP_LIMITS", (tmp_path / "none", tmp_path / "memory.max"))
+    assert any("may use 3.0 GiB of memory" in found.what for found in doctor.limits())
 
 
 def test_a_package_that_is_missing(monkeypatch):
@@ -166,15 +166,15 @@ def test_a_package_that_is_missing(monkeypatch):
             raise metadata.PackageNotFoundError
         return "1"
 
-    monkeypatch.setattr(checkup.metadata, "version", version)
-    (problem,) = [found for found in checkup.versions() if found.level == checkup.PROBLEM]
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    (problem,) = [found for found in doctor.versions() if found.level == doctor.PROBLEM]
     assert "pip install safetensors" in problem.what
 
 
 def test_a_slow_disk(monkeypatch, root):
     """It is measured, and one that rounds would wait for is a warning."""
-    monkeypatch.setattr(checkup, "_SPEED_TEST_BYTES", 8 << 20)
-    monkeypatch.setattr(checkup, "_SLOW_BYTES_PER_SECOND", 1 << 60)
-    (finding,) = [found for found in checkup.scratch(str(root)) if found.what.startswith("scratch takes")]
-    assert finding.level == checkup.WARNING
+    monkeypatch.setattr(doctor, "_SPEED_TEST_BYTES", 8 << 20)
+    monkeypatch.setattr(doctor, "_SLOW_BYTES_PER_SECOND", 1 << 60)
+    (finding,) = [found for found in doctor.scratch(str(root)) if found.what.startswith("scratch takes")]
+    assert finding.level == doctor.WARNING
     assert list(root.glob("job-*")) == []

@@ -17,8 +17,8 @@ import pytest
 
 import nvflare_lazy
 from nvflare_lazy.cli import program
+from nvflare_lazy.cli._common import error_line, printable
 from nvflare_lazy.cli.program import COMMANDS, run
-from nvflare_lazy.cli.wording import error_line, printable
 from tests.cli.sparse import write_sparse
 
 

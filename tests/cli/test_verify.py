@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nvflare_lazy.cli import checking
+from nvflare_lazy.cli import verify
 from nvflare_lazy.errors import TruncatedSourceError
 from nvflare_lazy.tensors.tensor_file import TensorFile
 from tests.cli.sparse import write_sparse
@@ -176,7 +176,7 @@ def test_finite(cli, tmp_path):
 
 def test_finite_across_tiles(cli, tmp_path, monkeypatch):
     """The place of a value does not depend on how the tensor is read, nor on how it lies in the file."""
-    monkeypatch.setattr(checking, "_TILE_BYTES", 16)
+    monkeypatch.setattr(verify, "_TILE_BYTES", 16)
     values = torch.zeros(6, 5)
     values[4, 1] = math.nan
     torch.save({"plain": values, "view": values.t(), "pairs": torch.tensor([1, 2j, complex(0, math.inf)])}, "in.pt")
