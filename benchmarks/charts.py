@@ -17,19 +17,19 @@ mpl.use("Agg")
 NAMES = {
     "stock": "NVFlare, in memory",
     "offload": "NVFlare, its own disk offload",
-    "component": "nvflare-lazy, one component",
-    "lazy": "nvflare-lazy, server only",
-    "lazy-both": "nvflare-lazy, server and clients",
+    "level-1": "nvflare-lazy, level 1",
+    "level-2": "nvflare-lazy, level 2",
+    "level-3": "nvflare-lazy, level 3",
 }
-# Distinct in grey, too, and for the colour-blind.
-COLOURS = {
+# Also distinct in grey, and for color-blind readers.
+COLORS = {
     "stock": "#b2182b",
     "offload": "#ef8a62",
-    "component": "#92c5de",
-    "lazy": "#4393c3",
-    "lazy-both": "#053061",
+    "level-1": "#92c5de",
+    "level-2": "#4393c3",
+    "level-3": "#053061",
 }
-MARKERS = {"stock": "o", "offload": "s", "component": "v", "lazy": "D", "lazy-both": "^"}
+MARKERS = {"stock": "o", "offload": "s", "level-1": "v", "level-2": "D", "level-3": "^"}
 
 GIB = 1024 * MIB
 
@@ -41,11 +41,11 @@ def timeline(runs: Mapping[str, tuple[Sequence[tuple[float, int]], int]], path: 
         axes.plot(
             [seconds for seconds, _ in samples],
             [anon / GIB for _, anon in samples],
-            color=COLOURS[mode],
+            color=COLORS[mode],
             linewidth=1.8,
             label=f"{NAMES[mode]}: peak {peak / GIB:.2f} GiB",
         )
-    axes.set_xlabel("seconds since the job was started")
+    axes.set_xlabel("seconds since the job was started (one run of each)")
     axes.set_ylabel("server process, anonymous memory in GiB")
     _finish(figure, axes, path)
 
@@ -61,13 +61,13 @@ def peaks(rows: Mapping[str, Mapping[float, Sequence[float]]], path: Path, title
         low = [m - min(points[x]) / GIB for m, x in zip(middle, xs, strict=True)]
         high = [max(points[x]) / GIB - m for m, x in zip(middle, xs, strict=True)]
         axes.errorbar(
-            xs, middle, yerr=[low, high], color=COLOURS[mode], marker=MARKERS[mode], capsize=3, label=NAMES[mode]
+            xs, middle, yerr=[low, high], color=COLORS[mode], marker=MARKERS[mode], capsize=3, label=NAMES[mode]
         )
         axes.annotate(
-            f"{middle[-1]:.2f}", (xs[-1], heights[mode]), textcoords="offset points", xytext=(8, 0), color=COLOURS[mode]
+            f"{middle[-1]:.2f}", (xs[-1], heights[mode]), textcoords="offset points", xytext=(8, 0), color=COLORS[mode]
         )
     axes.set_xlabel(axis)
-    axes.set_ylabel("server process, peak anonymous memory in GiB")
+    axes.set_ylabel("server process, peak anonymous memory in GiB (median)")
     axes.set_xticks(sorted({x for points in rows.values() for x in points}))
     _finish(figure, axes, path)
 
@@ -82,15 +82,15 @@ def _apart(ends: Mapping[str, float], least: float) -> dict[str, float]:
 
 
 def round_times(rows: Mapping[str, Sequence[float]], path: Path, title: str) -> None:
-    """Draw the median time of a round for each mode, with the range of the repetitions."""
+    """Draw the time of a round for each mode: the median of its runs, each the mean of its rounds, with their range."""
     figure, axes = _figure(title)
     for place, (mode, seconds) in enumerate(rows.items()):
         middle = median(seconds)
-        axes.bar(place, middle, color=COLOURS[mode], width=0.6)
+        axes.bar(place, middle, color=COLORS[mode], width=0.6)
         axes.errorbar(place, middle, yerr=[[middle - min(seconds)], [max(seconds) - middle]], color="black", capsize=4)
         axes.annotate(f"{middle:.1f} s", (place, middle), textcoords="offset points", xytext=(8, 6))
     axes.set_xticks(range(len(rows)), [NAMES[mode].replace(", ", ",\n") for mode in rows])
-    axes.set_ylabel("seconds a round: median, and range of all rounds")
+    axes.set_ylabel("seconds per round: median and range of the runs")
     _finish(figure, axes, path, legend=False)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks import charts
 from benchmarks.fl_job import MIB, FLJob, RunResult, run
 
-MODES = ("stock", "lazy", "lazy-both")
+MODES = ("stock", "level-2", "level-3")
 
 
 def main() -> int:

@@ -32,7 +32,7 @@ from benchmarks.machine import describe_machine
 
 # One sample of so many is written: four a second. Peaks are of all.
 _THINNED = 5
-_SIDE_MODES = ("stock", "lazy", "lazy-both")
+_SIDE_MODES = ("stock", "level-2", "level-3")
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Plan:
 
 
 PLANS = {
-    "quick": Plan(64, (1, 2), (), ("stock", "offload", "component", "lazy", "lazy-both"), 1),
-    "full": Plan(1024, (1, 2, 4), (256, 512, 1024), ("stock", "offload", "component", "lazy", "lazy-both"), 3),
+    "quick": Plan(64, (1, 2), (), ("stock", "offload", "level-1", "level-2", "level-3"), 1),
+    "full": Plan(1024, (1, 2, 4), (256, 512, 1024), ("stock", "offload", "level-1", "level-2", "level-3"), 3),
 }
 
 
@@ -170,14 +170,15 @@ def render(records: list[Record], about: dict[str, Any], out: Path) -> None:
         "",
         *(f"- {name}: {text}" for name, text in about["machine"].items()),
         "",
-        "Memory is anonymous memory (RssAnon), the peak of the server's job process. A round is the mean of a run's",
-        "rounds, a later round that without the first one, in which every process meets its memory for the first time;",
-        "both the median of all repetitions, with their range, and beside stock NVFlare. Page cache is what the whole",
-        "machine's grew by: it is given back when anybody needs it. Written is what all processes together had written",
-        "to the disk.",
+        "Level 1 adds `TensorOffload` to the server, level 2 also the lazy aggregator and persistor, level 3 also",
+        "`TensorOffload` to the clients. Memory is the peak anonymous memory (RssAnon) of the server's job process. The",
+        "time of a round is the mean over the rounds of a run; a later round leaves out the first one, in which each",
+        "process allocates its memory. Both are the median of all runs, with the range and the ratio to stock NVFlare.",
+        "Page cache is the growth of the whole machine's page cache, which the kernel frees on demand. Written is what all",
+        "processes together wrote to the disk.",
         "",
         *_noise(list(groups.values())),
-        *(["The run was broken off, and resumed from there.", ""] if about.get("resumed") else []),
+        *(["The run was interrupted and resumed.", ""] if about.get("resumed") else []),
         *(
             f"A run of {charts.NAMES[r.mode]} with {r.clients} clients and {r.model_mib} MiB failed, the server at "
             f"{r.server_peak / MIB:.0f} MiB, and does not count.\n"
@@ -207,7 +208,7 @@ def _noise(cases: list[list[Record]]) -> list[str]:
     """Say how far apart repetitions are: by that a single run, and another run of the command, can be judged."""
     repeated = [runs for runs in cases if len(runs) > 1]
     if not repeated:
-        return ["Every case ran once: nothing here says how much of a difference is noise.", ""]
+        return ["Every case ran once, so the noise is unknown.", ""]
 
     def spread(values: list[float]) -> float:
         return max(abs(value / median(values) - 1) for value in values)
@@ -215,10 +216,9 @@ def _noise(cases: list[list[Record]]) -> list[str]:
     seconds = max(spread([mean(r.round_seconds) for r in runs]) for runs in repeated)
     memory = max(spread([float(r.server_peak) for r in runs]) for runs in repeated)
     return [
-        f"Noise: repetitions of a case are up to {seconds:.0%} from their median in the time of a round, and up to "
+        f"Noise: repeated runs differ from their median by up to {seconds:.0%} in the time of a round and by up to "
         f"{memory:.0%} in the server's peak.",
-        "A case that ran once may be as far from what it would be in the long run, and a quotient of two of them "
-        "twice as far.",
+        "A case that ran once may be as far from its long-run value, and a ratio of two such cases twice as far.",
         "",
     ]
 
@@ -252,7 +252,7 @@ def _pictures(groups: dict[tuple[str, int, int, str], list[Record]], out: Path) 
         f"{where}, {main_mib} MiB model, {most} clients",
     )
     charts.round_times(
-        {mode: [seconds for r in runs for seconds in r.round_seconds] for mode, runs in main_case.items()},
+        {mode: [mean(r.round_seconds) for r in runs] for mode, runs in main_case.items()},
         out / "rounds.png",
         f"{where}, {main_mib} MiB model, {most} clients",
     )

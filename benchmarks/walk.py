@@ -146,7 +146,7 @@ def trace_round() -> dict[str, Any]:
     from benchmarks.fl_job.job import FLJob
 
     component = {"id": "walk", "path": "benchmarks.fl_job.round_recorder.RoundRecorder", "args": {}}
-    job = FLJob(mode="lazy-both", clients=2, model_mib=1, tensors=4, rounds=3, components=(component,))
+    job = FLJob(mode="level-3", clients=2, model_mib=1, tensors=4, rounds=3, components=(component,))
     with tempfile.TemporaryDirectory(prefix="nvflare_lazy_walk_") as name:
         directory = Path(name)
         folder = job.write(directory / "job")

@@ -17,7 +17,7 @@ from integration_tests.expected import next_global, start, ulps
 FILTERS = Path(__file__).parent / "filters"
 
 
-@pytest.mark.parametrize("mode", ["lazy", pytest.param("component", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["level-2", pytest.param("level-1", marks=pytest.mark.slow)])
 def test_exclude_vars_and_percentile_privacy(run_job: JobRunner, mode: str):
     """One takes tensors out unread, the other computes with all of them; any aggregator goes on with what is left."""
     job = FLJob(
@@ -36,7 +36,7 @@ def test_exclude_vars_and_percentile_privacy(run_job: JobRunner, mode: str):
         ),
     )
     result = run_job(job)
-    if mode == "lazy":
+    if mode == "level-2":
         saved = nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors")
     else:
         saved = torch.load(server_app(result) / "FL_global_model.pt")["model"]
@@ -51,7 +51,7 @@ def test_exclude_vars_and_percentile_privacy(run_job: JobRunner, mode: str):
 def test_quantized_results(run_job: JobRunner):
     """Clients quantize to float16, the server dequantizes lazily received tensors, and the mean is right to float16."""
     job = FLJob(
-        mode="lazy",
+        mode="level-2",
         model_mib=1,
         tensors=4,
         rounds=2,

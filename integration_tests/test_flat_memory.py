@@ -33,25 +33,25 @@ def peak(tmp_path: Path):
 
 def test_the_server_stays_flat_with_the_plugin_everywhere(peak):
     """In short: four clients with 256 MiB each cost the server less than 192 MiB over an idle job."""
-    idle = peak(mode="lazy-both", clients=4, model_mib=0.03, tensors=16, rounds=1)
-    assert peak(mode="lazy-both", clients=4, model_mib=256, tensors=16, rounds=1) <= idle + 192 * MIB
+    idle = peak(mode="level-3", clients=4, model_mib=0.03, tensors=16, rounds=1)
+    assert peak(mode="level-3", clients=4, model_mib=256, tensors=16, rounds=1) <= idle + 192 * MIB
 
 
 @pytest.mark.slow
 def test_the_server_stays_flat_with_a_model_of_a_gibibyte(peak):
     """64 tensors of 16 MiB, two rounds: with stock clients within 384 MiB of idle, with the plugin there within 192."""
-    idle = peak(mode="lazy", clients=4, model_mib=0.03, tensors=64)
-    four = peak(mode="lazy", clients=4, model_mib=GIB, tensors=64)
+    idle = peak(mode="level-2", clients=4, model_mib=0.03, tensors=64)
+    four = peak(mode="level-2", clients=4, model_mib=GIB, tensors=64)
     assert four <= idle + 384 * MIB
-    assert peak(mode="lazy-both", clients=4, model_mib=GIB, tensors=64) <= idle + 192 * MIB
-    assert four <= 1.1 * peak(mode="lazy", clients=2, model_mib=GIB, tensors=64)
+    assert peak(mode="level-3", clients=4, model_mib=GIB, tensors=64) <= idle + 192 * MIB
+    assert four <= 1.1 * peak(mode="level-2", clients=2, model_mib=GIB, tensors=64)
 
 
 @pytest.mark.slow
 def test_eight_times_the_model_is_the_same_memory(peak):
     """From 256 MiB to 2 GiB, in tensors of the same size, the server grows by 64 MiB at most."""
-    small = peak(mode="lazy-both", clients=2, model_mib=256, tensors=16)
-    assert peak(mode="lazy-both", clients=2, model_mib=2 * GIB, tensors=128) <= small + 64 * MIB
+    small = peak(mode="level-3", clients=2, model_mib=256, tensors=16)
+    assert peak(mode="level-3", clients=2, model_mib=2 * GIB, tensors=128) <= small + 64 * MIB
 
 
 @in_deployment
@@ -62,7 +62,7 @@ def test_a_deployment_with_external_trainers_stays_flat(tmp_path: Path):
     for number, size in enumerate((0.03, 512)):
         directory = tmp_path / str(number)
         directory.mkdir()
-        job = FLJob(mode="lazy-both", clients=2, model_mib=size, tensors=32, external=True)
+        job = FLJob(mode="level-3", clients=2, model_mib=size, tensors=32, external=True)
         result = run_in_poc(job, directory)
         assert result.ok, result.output[-3000:]
         print(result.summary())

@@ -49,13 +49,13 @@ def check(result: RunResult, tensors: Any) -> None:
     for _ in range(result.job.rounds):
         exact = next_global(value, [1, 2])
         value = exact.astype("float32")
-    assert ulps(tensors["layer00005"].numpy(), exact) <= (1 if result.job.mode.startswith("lazy") else 8)
+    assert ulps(tensors["layer00005"].numpy(), exact) <= (1 if result.job.mode in ("level-2", "level-3") else 8)
 
 
 def test_a_trainer_needs_no_second_model(run_job: JobRunner, tmp_path: Path):
     """With one line at the top of the script, 256 MiB come and go beside the model in less than half of that."""
     seen = tmp_path / "witness.jsonl"
-    job = FLJob(mode="lazy-both", model_mib=MODEL_MIB, tensors=32, rounds=2, external=True, trainer=TRAINER)
+    job = FLJob(mode="level-3", model_mib=MODEL_MIB, tensors=32, rounds=2, external=True, trainer=TRAINER)
     result = run_job(job, environment=environment(job, seen))
     assert [note["types"] for note in notes(seen)] == [["LazyTensor"]] * job.clients * job.rounds
     most = max(note["beside the model"] for note in notes(seen))
@@ -67,7 +67,7 @@ def test_a_trainer_needs_no_second_model(run_job: JobRunner, tmp_path: Path):
 def test_a_script_in_the_clients_process_says_it_for_the_process(run_job: JobRunner, tmp_path: Path):
     """No component of ours at the client: from the second round on at the latest, what the script gets is lazy."""
     seen = tmp_path / "witness.jsonl"
-    job = JobWithOneLineInTheScript(mode="lazy", model_mib=1, tensors=8, rounds=3, trainer=TRAINER)
+    job = JobWithOneLineInTheScript(mode="level-2", model_mib=1, tensors=8, rounds=3, trainer=TRAINER)
     result = run_job(job, environment=environment(job, seen))
     assert [note["types"] for note in notes(seen)[job.clients :]] == [["LazyTensor"]] * job.clients * 2
     check(result, nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors"))

@@ -19,12 +19,12 @@ FAULTY = Path(__file__).parent / "faulty_trainer.py"
 @pytest.mark.parametrize(
     ("mode", "exchange", "difference", "external"),
     [
-        ("lazy", "pytorch", False, False),
-        pytest.param("lazy-both", "pytorch", True, False, marks=pytest.mark.slow),
-        pytest.param("lazy-both", "pytorch", False, True, marks=pytest.mark.slow),
-        ("lazy", "numpy", True, False),
-        pytest.param("lazy", "numpy", False, True, marks=pytest.mark.slow),
-        pytest.param("lazy-both", "numpy", True, True, marks=pytest.mark.slow),
+        ("level-2", "pytorch", False, False),
+        pytest.param("level-3", "pytorch", True, False, marks=pytest.mark.slow),
+        pytest.param("level-3", "pytorch", False, True, marks=pytest.mark.slow),
+        ("level-2", "numpy", True, False),
+        pytest.param("level-2", "numpy", False, True, marks=pytest.mark.slow),
+        pytest.param("level-3", "numpy", True, True, marks=pytest.mark.slow),
     ],
 )
 def test_the_model_is_the_exact_mean_rounded_once(run_job: JobRunner, mode, exchange, difference, external):
@@ -49,7 +49,7 @@ def test_the_model_is_the_exact_mean_rounded_once(run_job: JobRunner, mode, exch
 def test_bad_clients_cost_only_themselves(run_job: JobRunner):
     """Garbage, a short item, a wrong shape, NaN, a tensor nobody knows: the round goes on, the log says why."""
     faults = {"2": "garbage", "3": "shape", "4": "nan", "5": "stranger", "6": "truncated"}
-    job = FLJob(mode="lazy", clients=6, model_mib=1, tensors=4, rounds=2, trainer=FAULTY)
+    job = FLJob(mode="level-2", clients=6, model_mib=1, tensors=4, rounds=2, trainer=FAULTY)
     result = run_job(job, environment={"FAULTS": str(faults).replace("'", '"')})
     first, second = records(result, "round")
     assert first["took_part"] == ["site-1"]
@@ -69,7 +69,7 @@ def test_bad_clients_cost_only_themselves(run_job: JobRunner):
 def test_a_client_killed_while_it_sends_is_done_without(run_job: JobRunner):
     """With min_responses the round ends with the others, and so does the next; the log says that no result came."""
     job = FLJob(
-        mode="lazy",
+        mode="level-2",
         clients=3,
         model_mib=1,
         tensors=4,
@@ -88,6 +88,6 @@ def test_a_client_killed_while_it_sends_is_done_without(run_job: JobRunner):
 @pytest.mark.slow
 def test_the_same_bits_whoever_comes_first(run_job: JobRunner):
     """Two runs of the same job, in which results arrive as they like, save the same file."""
-    job = FLJob(mode="lazy", clients=4, model_mib=1, tensors=8, rounds=1, dtype="bfloat16")
+    job = FLJob(mode="level-2", clients=4, model_mib=1, tensors=8, rounds=1, dtype="bfloat16")
     files = [(server_app(run_job(job)) / "FL_global_model.safetensors").read_bytes() for _ in range(2)]
     assert files[0] == files[1]

@@ -34,7 +34,7 @@ class JobThatDoesWithoutOne(FLJob):
 
 def job(wait: int) -> FLJob:
     return JobThatDoesWithoutOne(
-        mode="lazy",
+        mode="level-2",
         clients=3,
         model_mib=1,
         tensors=4,

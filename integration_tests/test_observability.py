@@ -21,7 +21,7 @@ def test_every_round_is_told_three_times(run_job: JobRunner, tmp_path: Path):
     """INFO lines, JSON lines in the run directory and analytics events say the same, the client left out included."""
     seen = tmp_path / "witness.jsonl"
     job = FLJob(
-        mode="lazy",
+        mode="level-2",
         clients=3,
         model_mib=1,
         tensors=4,

@@ -21,7 +21,7 @@ WITNESS = Path(__file__).parent / "witnesses" / "witness.py"
 @pytest.mark.parametrize(("exchange", "difference"), [("pytorch", False), ("numpy", True)])
 def test_a_stock_job_with_the_component_gives_what_it_gives_without(run_job: JobRunner, exchange, difference):
     """Received values are lazy, on disk, and come to the right model; nothing is left of them afterwards."""
-    job = FLJob(mode="component", exchange=exchange, difference=difference, model_mib=1, tensors=4, rounds=2)
+    job = FLJob(mode="level-1", exchange=exchange, difference=difference, model_mib=1, tensors=4, rounds=2)
     result = run_job(job)
     saved = torch.load(server_app(result) / "FL_global_model.pt")["model"]
     value = start(2, job.elements)
@@ -46,7 +46,7 @@ def test_a_stock_job_with_the_component_gives_what_it_gives_without(run_job: Job
 def test_one_bad_client_costs_only_itself_with_others_aggregators(run_job: JobRunner, controller: dict):
     """Garbage and a wrong shape are left out whole, with the reason; the next round has everybody again."""
     job = FLJob(
-        mode="component",
+        mode="level-1",
         clients=4,
         model_mib=1,
         tensors=4,

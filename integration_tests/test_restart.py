@@ -27,7 +27,7 @@ ROUNDS = 3
 
 def job_in(checkpoints: Path, rounds: int = ROUNDS, persistor: dict | None = None, **more: object) -> FLJob:
     return FLJob(
-        mode="lazy",
+        mode="level-2",
         model_mib=16,
         tensors=8,
         rounds=rounds,
@@ -172,7 +172,7 @@ def test_a_disk_that_the_kernel_calls_full(run_job, tmp_path, small_disk):
     One comes after the other: of two that fill the disk at the same moment, neither may get through.
     """
     job = FLJob(
-        mode="lazy",
+        mode="level-2",
         model_mib=6,
         tensors=6,
         rounds=1,

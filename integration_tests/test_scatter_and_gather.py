@@ -47,7 +47,7 @@ def saved(result: RunResult) -> torch.Tensor:
     return nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors")["layer00002"].materialize()
 
 
-@pytest.mark.parametrize("mode", ["lazy", pytest.param("component", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["level-2", pytest.param("level-1", marks=pytest.mark.slow)])
 def test_all_results_count_but_the_bad_ones(run_job: JobRunner, mode: str):
     """Garbage and a wrong shape in the first round cost their clients' results only, and the log says why."""
     job = ScatterAndGatherJob(mode=mode, clients=4, model_mib=1, tensors=4, rounds=2, trainer=FAULTY)
@@ -60,5 +60,5 @@ def test_all_results_count_but_the_bad_ones(run_job: JobRunner, mode: str):
     assert len(records(result, "contribution")) == 8
     value = next_global(start(2, job.elements), [1, 4]).astype("float32")
     # Stock aggregation works in float32.
-    assert ulps(saved(result).numpy(), next_global(value, [1, 2, 3, 4])) <= (1 if mode == "lazy" else 8)
+    assert ulps(saved(result).numpy(), next_global(value, [1, 2, 3, 4])) <= (1 if mode == "level-2" else 8)
     assert not left_in(result.workspace.parent / "scratch")

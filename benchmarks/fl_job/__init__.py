@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same federated job on stock NVFlare and on every level of nvflare-lazy, watched from outside.
 
-    result = run(FLJob(mode="lazy", clients=4, model_mib=1024, tensors=64), directory)
+    result = run(FLJob(mode="level-2", clients=4, model_mib=1024, tensors=64), directory)
     result.server_peak, result.round_seconds, result.samples
 
 `python -m benchmarks.fl_job --mode stock lazy --clients 4` prints one line for each run.

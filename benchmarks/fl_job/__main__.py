@@ -14,7 +14,7 @@ from benchmarks.fl_job import MODES, FLJob, run
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fl_job", description=__doc__)
-    parser.add_argument("--mode", nargs="+", choices=MODES, default=["stock", "lazy"])
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=["stock", "level-2"])
     parser.add_argument("--env", choices=("sim", "poc"), default="sim")
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--model-mib", type=float, default=256)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Who does what: `stock` and `offload` are NVFlare alone, without and with its own disk offload. `component` adds only
-# the TensorOffload component on the server; `lazy` adds our aggregator and persistor; `lazy-both` adds the clients.
-MODES = ("stock", "offload", "component", "lazy", "lazy-both")
+# `stock` and `offload` are NVFlare alone, without and with its own disk offload. Level 1 adds `TensorOffload` to the
+# server, level 2 also our aggregator and persistor, level 3 also `TensorOffload` to the clients.
+MODES = ("stock", "offload", "level-1", "level-2", "level-3")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class FLJob:
 
     @property
     def _lazy(self) -> bool:
-        return self.mode in ("component", "lazy", "lazy-both")
+        return self.mode in ("level-1", "level-2", "level-3")
 
     def write(self, folder: Path) -> Path:
         """Write the job's folder and return it."""
@@ -112,7 +112,7 @@ class FLJob:
         components: list[dict[str, Any]] = []
         if self._lazy:
             components.append({"id": "offload", "path": "nvflare_lazy.flare.TensorOffload", "args": self.offload})
-        if self.mode in ("lazy", "lazy-both"):
+        if self.mode in ("level-2", "level-3"):
             controller["aggregator"] = {"path": "nvflare_lazy.flare.LazyAggregator", "args": self.aggregator}
             # Written so, NVFlare leaves it to the persistor to instantiate the model.
             arguments = {"model": {**model, "config_type": "dict"}, **self.persistor}
@@ -135,7 +135,7 @@ class FLJob:
 
     def client(self) -> dict[str, Any]:
         """Return the content of `config_fed_client.json`."""
-        both = self.mode == "lazy-both"
+        both = self.mode == "level-3"
         flags = [flag for flag, on in (("--difference", self.difference), ("--install", both)) if on]
         executor: dict[str, Any] = {"params_exchange_format": self.exchange, "server_expected_format": self.exchange}
         if self.external:
