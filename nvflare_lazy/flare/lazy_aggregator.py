@@ -29,9 +29,9 @@ from nvflare_lazy.aggregation import Aggregation, AggregationReport
 from nvflare_lazy.aggregation import ParamsType as ParamsKind
 from nvflare_lazy.errors import NothingToAggregateError, TooFewResultsError, UnfitResultError
 from nvflare_lazy.flare import job_context
+from nvflare_lazy.flare.apply_update import ServerStep
 from nvflare_lazy.flare.outgoing import Outgoing
-from nvflare_lazy.flare.round_results import CLIENT_NAME, RoundResults, client_of
-from nvflare_lazy.flare.server_step import ServerStep
+from nvflare_lazy.flare.result_validation import CLIENT_NAME, RoundResults, client_of
 from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET
 from nvflare_lazy.flare.weights import as_weights, holds_arrays, is_lazy
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict

@@ -29,8 +29,8 @@ from nvflare.app_common.model_desc import ModelDescriptor
 from nvflare_lazy.errors import InitialModelError, JobCheckpointError, NVFlareLazyError
 from nvflare_lazy.flare import initial_model, job_context
 from nvflare_lazy.flare.checkpoint_store import Checkpoint, CheckpointStore
-from nvflare_lazy.flare.fit import misfit
 from nvflare_lazy.flare.pytorch_file import write_pytorch_file
+from nvflare_lazy.flare.result_validation import misfit
 from nvflare_lazy.flare.weights import as_weights, entries_of
 from nvflare_lazy.formats import open_safetensors
 from nvflare_lazy.transport.registration import register

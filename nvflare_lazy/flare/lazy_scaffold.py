@@ -19,14 +19,14 @@ from nvflare.app_common.workflows.scaffold import Scaffold
 from nvflare_lazy.aggregation import Aggregation
 from nvflare_lazy.errors import UnfitResultError
 from nvflare_lazy.flare import job_context
-from nvflare_lazy.flare.fit import misfit
+from nvflare_lazy.flare.apply_update import ServerStep
 from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
+from nvflare_lazy.flare.malloc_tuning import give_back_free_memory
 from nvflare_lazy.flare.outgoing import Outgoing
-from nvflare_lazy.flare.process_memory import give_back_free_memory
-from nvflare_lazy.flare.round_results import client_of, steps_of
-from nvflare_lazy.flare.server_step import ServerStep
+from nvflare_lazy.flare.result_validation import client_of, misfit, steps_of
 from nvflare_lazy.flare.weights import as_weights, entries_of, holds_arrays
-from nvflare_lazy.flare.zeros import zeros_like
+from nvflare_lazy.tensors.byte_source import ZeroSource
+from nvflare_lazy.tensors.tensor_entry import TensorEntry
 from nvflare_lazy.transport.failed import failure_of
 
 _CONTROLS = AlgorithmConstants.SCAFFOLD_CTRL_GLOBAL
@@ -63,10 +63,11 @@ class LazyScaffold(Scaffold):
         self.model = self.load_model()
         self.model.start_round = self.start_round
         self.model.total_rounds = self.num_rounds
-        entries = entries_of(self.model.params)
-        self._controls: dict[str, Any] = as_weights(
-            {name: zeros_like(entry) for name, entry in entries.items()}, numpy=holds_arrays(self.model.params)
-        )
+        zeros = {
+            name: TensorEntry(ZeroSource(entry.nbytes), entry.dtype, entry.shape)
+            for name, entry in entries_of(self.model.params).items()
+        }
+        self._controls: dict[str, Any] = as_weights(zeros, numpy=holds_arrays(self.model.params))
 
     def _run_rounds(self) -> None:
         self.info("Start Scaffold.")

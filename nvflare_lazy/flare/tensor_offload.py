@@ -26,8 +26,8 @@ from nvflare.app_common.app_event_type import AppEventType
 from nvflare_lazy._text import format_size, parse_size
 from nvflare_lazy.errors import ScratchError, UnfitResultError
 from nvflare_lazy.flare import job_context
-from nvflare_lazy.flare.fit import wrong_shape
-from nvflare_lazy.flare.process_memory import FreeMemory, keep_little_free_memory
+from nvflare_lazy.flare.malloc_tuning import FreeMemory, keep_little_free_memory
+from nvflare_lazy.flare.result_validation import wrong_shape
 from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
 from nvflare_lazy.flare.weights import is_lazy, is_weight
 from nvflare_lazy.scratch import JobScratch, use_job_scratch

@@ -3,7 +3,7 @@
 
     from nvflare_lazy.recipes import FedAvgRecipe  # instead of nvflare.app_opt.pt.recipes
 
-What all of them add is described in `offload_options`. `add_tensor_offload` is for recipes that are not here.
+What all of them add is described in `options`. `add_tensor_offload` is for recipes that are not here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nvflare_lazy.recipes.any_recipe import add_tensor_offload as add_tensor_offload
     from nvflare_lazy.recipes.fedavg import FedAvgRecipe as FedAvgRecipe
     from nvflare_lazy.recipes.fedopt import FedOptRecipe as FedOptRecipe
     from nvflare_lazy.recipes.fedprox import FedProxRecipe as FedProxRecipe
+    from nvflare_lazy.recipes.options import add_tensor_offload as add_tensor_offload
     from nvflare_lazy.recipes.scaffold import ScaffoldRecipe as ScaffoldRecipe
 
 _HOMES = {
@@ -23,7 +23,7 @@ _HOMES = {
     "FedOptRecipe": "fedopt",
     "FedProxRecipe": "fedprox",
     "ScaffoldRecipe": "scaffold",
-    "add_tensor_offload": "any_recipe",
+    "add_tensor_offload": "options",
 }
 
 __all__ = ["FedAvgRecipe", "FedOptRecipe", "FedProxRecipe", "ScaffoldRecipe", "add_tensor_offload"]

@@ -20,7 +20,7 @@ from nvflare_lazy.flare.lazy_fedavg import LazyFedAvg
 from nvflare_lazy.flare.lazy_model_locator import LazyModelLocator
 from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, SUFFIX, LazyModelPersistor
 from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET
-from nvflare_lazy.recipes.offload_options import OFFLOAD_ID, OffloadOptions
+from nvflare_lazy.recipes.options import OFFLOAD_ID, OffloadOptions
 
 
 class FedAvgRecipe(StockFedAvgRecipe):

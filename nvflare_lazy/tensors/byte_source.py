@@ -126,6 +126,23 @@ class MemorySource(ByteSource):
         return "memory"
 
 
+class ZeroSource(ByteSource):
+    """Zeros that take no memory.
+
+    Args:
+        nbytes: The number of zeros.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def describe(self) -> str:
+        return "zeros"
+
+    def _read_into(self, buffer: memoryview, offset: int) -> None:
+        buffer[:] = bytes(len(buffer))
+
+
 class FailedSource(ByteSource):
     """Stands where bytes should be that never came: any use raises the error that says why.
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of a round until they are combined: taken whole or not at all, weighed, and let go of at the end."""
+"""Validation of the results that clients send, and the usable results of a round until they are aggregated.
+
+`TensorOffload`, `LazyAggregator` and the persistor check a result's names, shapes and types here without reading it,
+before an aggregator could fail with half of it in its sum.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,11 @@ from nvflare.app_common.aggregators.weighted_aggregation_helper import (
 from nvflare.app_common.app_constant import AppConstants
 
 from nvflare_lazy.errors import UnfitResultError
-from nvflare_lazy.flare.fit import misfit
+from nvflare_lazy.flare.weights import geometry_of, is_weight
 from nvflare_lazy.transport.failed import failure_of
 
 CLIENT_NAME = "client_name"
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -132,3 +137,43 @@ def steps_of(model: FLModel) -> float:
 
 def _kind(params_type: ParamsType | None) -> str:
     return "nothing known" if params_type is None else f"params of type {params_type.value}"
+
+
+def misfit(weights: Mapping[str, Any], reference: Mapping[str, Any]) -> str | None:
+    """Say what keeps weights from fitting a model, or None if they do. Fewer tensors than the model has are fine.
+
+    Args:
+        weights: Tensors or arrays by name, lazy or not.
+        reference: The model, in either form.
+    """
+    if not weights:
+        return "it holds no tensors"
+    strangers = [name for name in weights if name not in reference]
+    if strangers:
+        return f"the global model has no {_some(strangers)}"
+    for name, value in weights.items():
+        if not is_weight(value):
+            return f"{name!r} is a {type(value).__name__}, neither a tensor nor an array"
+        _, shape = geometry_of(value)
+        _, wanted = geometry_of(reference[name])
+        if shape != wanted:
+            return f"{name!r} has the shape {list(shape)}; in the global model it is {list(wanted)}"
+    return None
+
+
+def wrong_shape(weights: Mapping[str, Any], reference: Mapping[str, Any]) -> str | None:
+    """Say which tensor has another shape than in the model, or None. What only one of them has is not looked at.
+
+    Other aggregators than ours may want what the model has not, but none can add what has another shape: NVFlare's own
+    would find out with half of the result in its sum.
+    """
+    for name, value in weights.items():
+        wanted = reference.get(name)
+        if is_weight(value) and is_weight(wanted) and tuple(value.shape) != tuple(wanted.shape):  # type: ignore[union-attr]
+            return f"{name!r} has the shape {list(value.shape)}, not {list(wanted.shape)}"  # type: ignore[union-attr]
+    return None
+
+
+def _some(names: list[str]) -> str:
+    named = ", ".join(repr(name) for name in names[:_MOST_NAMED])
+    return named if len(names) <= _MOST_NAMED else f"{named} and {len(names) - _MOST_NAMED} more"

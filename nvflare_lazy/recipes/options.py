@@ -3,17 +3,26 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import sys
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from nvflare.recipe.utils import prepare_initial_ckpt
+import torch
+from nvflare.recipe.utils import prepare_initial_ckpt, recipe_model_to_job_model
 
 from nvflare_lazy.flare.lazy_model_persistor import LazyModelPersistor
 from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET, TensorOffload
-from nvflare_lazy.recipes.model_config import class_of, source_file_of
+
+if TYPE_CHECKING:
+    from nvflare.recipe.spec import Recipe
 
 OFFLOAD_ID = "offload"
 PACKAGE = "nvflare_lazy"
+# NVFlare hands a dictionary that says so to the component as it is.
+_AS_IT_IS = {"config_type": "dict"}
 
 
 @dataclass(frozen=True)
@@ -76,3 +85,73 @@ class OffloadOptions:
         # Otherwise the sources of the package would be copied into the job.
         job.set_app_packages([PACKAGE])
         job.to_server(self.offload(), id=OFFLOAD_ID)
+
+
+def add_tensor_offload(recipe: Recipe, *, clients: bool = False, **arguments: Any) -> None:
+    """Add the `TensorOffload` component to any recipe.
+
+    Args:
+        recipe: The recipe.
+        clients: Whether the clients get the component, too; this package must be installed there.
+        arguments: Arguments of the component.
+
+    Example:
+        >>> recipe = nvflare.app_opt.pt.recipes.FedAvgRecipe(aggregator=MyAggregator(), ...)
+        >>> add_tensor_offload(recipe, scratch_dir="/data/scratch")
+    """
+    job = recipe._job
+    # It is installed where the job runs: NVFlare would copy its sources into the job.
+    job.set_app_packages([*job.job.app_packages, PACKAGE])
+    job.to_server(TensorOffload(**arguments), id=OFFLOAD_ID)
+    if clients:
+        recipe._add_to_client_apps(TensorOffload(**arguments), id=OFFLOAD_ID)
+
+
+def class_of(model: Any) -> dict[str, Any] | None:
+    """Return the configuration of a model.
+
+    Args:
+        model: A module, a dictionary with "class_path" (or "path") and "args", or None.
+
+    Raises:
+        TypeError: If a module's arguments cannot be written down.
+    """
+    if model is None:
+        return None
+    if isinstance(model, dict):
+        return {**recipe_model_to_job_model(model), **_AS_IT_IS}
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module, or a class_path and args")
+    args = _constructor_arguments(model)
+    try:
+        json.dumps(args)
+    except TypeError:
+        raise TypeError(
+            f"the arguments of {type(model).__name__} cannot be written into a job: {args!r}. Give the model as "
+            '{"class_path": "...", "args": {...}}, or save it and give it as checkpoint'
+        ) from None
+    return {"path": f"{_module_of(model)}.{type(model).__qualname__}", "args": args, **_AS_IT_IS}
+
+
+def source_file_of(model: Any) -> str | None:
+    """Return the file a module's class is in if it has to travel with the job, or None if it is installed."""
+    if not isinstance(model, torch.nn.Module):
+        return None
+    path = Path(inspect.getsourcefile(type(model)) or "")
+    installed = any(part in ("site-packages", "dist-packages") for part in path.parts)
+    return None if installed or path.is_relative_to(sys.base_prefix) else str(path.resolve())
+
+
+def _constructor_arguments(model: torch.nn.Module) -> dict[str, Any]:
+    arguments = {}
+    for name, parameter in inspect.signature(type(model).__init__).parameters.items():
+        held = model.__dict__.get(name, model.__dict__.get(f"_{name}", parameter.default))
+        plain = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if name != "self" and plain and held is not parameter.empty and held != parameter.default:
+            arguments[name] = held
+    return arguments
+
+
+def _module_of(model: torch.nn.Module) -> str:
+    module = type(model).__module__
+    return Path(inspect.getsourcefile(type(model)) or "").stem if module == "__main__" else module

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from nvflare_lazy.flare import process_memory
-from nvflare_lazy.flare.process_memory import FreeMemory
+from nvflare_lazy.flare import malloc_tuning as malloc_tuning
+from nvflare_lazy.flare.malloc_tuning import FreeMemory
 
 MIB = 1 << 20
 
@@ -27,9 +27,9 @@ class Process:
 @pytest.fixture
 def process(monkeypatch):
     process = Process()
-    monkeypatch.setattr(process_memory, "anonymous_bytes", lambda: process.size)
-    monkeypatch.setattr(process_memory, "trim", process.trim)
-    monkeypatch.setattr(process_memory, "_tell_malloc", process.told.append)
+    monkeypatch.setattr(malloc_tuning, "anonymous_bytes", lambda: process.size)
+    monkeypatch.setattr(malloc_tuning, "trim", process.trim)
+    monkeypatch.setattr(malloc_tuning, "_tell_malloc", process.told.append)
     return process
 
 
@@ -80,12 +80,12 @@ def test_settings(process, monkeypatch):
     process.size = 165 * MIB
     memory.look()
     memory.look()
-    assert process.told == [process_memory._KEEP_LITTLE]
-    monkeypatch.setattr(process_memory, "_STRICT_SECONDS", -1)
+    assert process.told == [malloc_tuning._KEEP_LITTLE]
+    monkeypatch.setattr(malloc_tuning, "_STRICT_SECONDS", -1)
     memory.look()
     memory.look()
-    assert process.told == [process_memory._KEEP_LITTLE, process_memory._SETTINGS]
+    assert process.told == [malloc_tuning._KEEP_LITTLE, malloc_tuning._SETTINGS]
     process.size = 165 * MIB
     memory.look()
     memory.note_rest()
-    assert process.told == [process_memory._KEEP_LITTLE, process_memory._SETTINGS] * 2
+    assert process.told == [malloc_tuning._KEEP_LITTLE, malloc_tuning._SETTINGS] * 2
