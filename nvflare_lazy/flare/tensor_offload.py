@@ -34,7 +34,6 @@ from nvflare_lazy.scratch import JobScratch, use_job_scratch
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.failed import failure_of
 from nvflare_lazy.transport.registration import register, registered
-from nvflare_lazy.transport.whole_items import TURNS
 
 DEFAULT_MEMORY_BUDGET = "128MiB"
 _MODEL_KINDS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
@@ -125,9 +124,9 @@ class TensorOffload(FLComponent):
             self.system_panic(f"no scratch for tensors: {error}", fl_ctx)
             return
         mode = offload.ReceiveMode(on_disk=True, inflight_bytes=self._inflight_bytes)
-        self._before = use_job_scratch(self._scratch), offload.use(mode)
+        self._before = use_job_scratch(self._scratch), offload.runtime.use(mode)
         self._memory = FreeMemory(parse_size(self.memory_budget), forwards_only=forwards_only)
-        TURNS.tidy_with(self._memory.look)
+        offload.runtime.on_buffers_released.append(self._memory.look)
         job_context.set_offload(fl_ctx, self)
         self._log = RoundLog(_records(fl_ctx), self._say, self._measure)
         job_context.set_round_log(fl_ctx, self._log)
@@ -140,11 +139,12 @@ class TensorOffload(FLComponent):
 
     def _end(self) -> None:
         self._end_round()
-        TURNS.tidy_with(None)
         if self._before is not None:
             (scratch_before, mode_before), self._before = self._before, None
             use_job_scratch(scratch_before)
-            offload.use(mode_before)
+            offload.runtime.use(mode_before)
+            if self._memory is not None:
+                offload.runtime.on_buffers_released.remove(self._memory.look)
         scratch, self._scratch = self._scratch, None
         if scratch is not None:
             scratch.release()

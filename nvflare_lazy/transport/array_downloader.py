@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nvflare_lazy.errors import NVFlareLazyError
 from nvflare_lazy.scratch import current_job_scratch
 from nvflare_lazy.tensors.lazy_array import LazyArray
+from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.consumers import receive
 from nvflare_lazy.transport.disk_consumer import DiskConsumer
 from nvflare_lazy.transport.downloadable import PayloadDownloadable
@@ -98,7 +99,7 @@ def download_arrays(
     **cb_kwargs: Any,
 ) -> tuple[str | None, dict[str, np.ndarray[Any, Any]] | None]:
     """Download arrays into memory; see `tensor_downloader.download_tensors`."""
-    link = Link(cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
+    link = Link(offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
     try:
         return None, receive(ArrayConsumer(arrays_received_cb, cb_kwargs), link, progress_cb)
     except NVFlareLazyError as error:
@@ -116,7 +117,7 @@ def download_arrays_to_disk(
     progress_cb: Callable[..., None] | None = None,
 ) -> tuple[str | None, dict[str, LazyArray] | None]:
     """Download arrays into the job's scratch; see `tensor_downloader.download_tensors_to_disk`."""
-    link = Link(cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
+    link = Link(offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
     try:
         return None, receive_to_disk(link, current_job_scratch().download(label=from_fqcn), progress_cb)
     except NVFlareLazyError as error:

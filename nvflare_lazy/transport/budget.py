@@ -81,6 +81,3 @@ class InflightBudget:
     def _fits(self, nbytes: int) -> bool:
         # Something must always be able to move, even through a budget smaller than a segment.
         return self._used + nbytes <= self._limit or self._used == 0
-
-
-BUDGET = InflightBudget()

@@ -30,7 +30,7 @@ from nvflare_lazy.transport import manifest as manifests
 from nvflare_lazy.transport import nvflare_private, wire
 from nvflare_lazy.transport.fetching import Fetch, Link
 from nvflare_lazy.transport.read_ahead import ReadAhead
-from nvflare_lazy.transport.whole_items import FIRST_ANSWER_BYTES, TURNS
+from nvflare_lazy.transport.whole_items import FIRST_ANSWER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,12 +109,19 @@ class PayloadConsumer(Consumer):
         self._cancel.trigger(reason)
 
     def wait_for_turn(self) -> None:
-        """Wait until the first answer may come, with a whole tensor in it if the sender is without this package."""
-        self._first_answer = TURNS.take(FIRST_ANSWER_BYTES)
+        """Wait until the first answer may come, unless it is known to be small.
+
+        A sender without this package sends a whole tensor in it. One that has offered segments before does so again:
+        its downloads do not queue behind those that are slow.
+        """
+        link = self._link
+        if link is not None and link.from_fqcn not in link.runtime.senders_with_package:
+            self._first_answer = link.runtime.throttle.take(FIRST_ANSWER_BYTES)
 
     def end_turn(self) -> None:
         """Nothing of the first answer is in memory any more."""
-        TURNS.end(self._first_answer)
+        if self._link is not None and self._first_answer is not None:
+            self._link.runtime.throttle.end(self._first_answer)
 
     def consume(self, ref_id: str, state: dict[str, Any], data: Any) -> dict[str, Any]:
         """Take one reply of the sender; see `Consumer`."""
@@ -133,6 +140,7 @@ class PayloadConsumer(Consumer):
         offer = wire.Offer.from_state(state.get(wire.KEY))
         if offer is None or data or self._blocked:
             return self._take_items(self._link, state, data)
+        self._link.runtime.senders_with_package.add(self._link.from_fqcn)
         self.end_turn()
         try:
             self._take_segments(self._link, offer)

@@ -245,8 +245,8 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         fobs_ctx: dict[str, Any] | None = None,
     ) -> tuple[str | None, Mapping[str, Any]]:
         """Download a payload; raises the error that says why if that fails."""
-        link = Link(cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
-        scratch = offload.destination(fobs_ctx)
+        link = Link(offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
+        scratch = offload.runtime.scratch_for(fobs_ctx)
         if scratch is None:
             return None, self.receive_into_memory(link, progress_cb)
         return None, self.receive_to_disk(link, scratch, progress_cb)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy.errors import TransferAbortedError
 from nvflare_lazy.tensors.tensor_file import TemporaryPath
+from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.consumers import PayloadConsumer
 from nvflare_lazy.transport.plain_folder import PlainFolder
 from nvflare_lazy.transport.shards import ExactShards, Folder, Placed, RollingShards, open_placed
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.transport.families import Family
     from nvflare_lazy.transport.manifest import Manifest
-
-_ACTIVE: weakref.WeakSet[DiskConsumer] = weakref.WeakSet()
-_ACTIVE_LOCK = threading.Lock()
 
 
 class DiskConsumer(PayloadConsumer):
@@ -41,8 +38,8 @@ class DiskConsumer(PayloadConsumer):
         self._exact: ExactShards | None = None
         self._placed: dict[str, Placed] = {}
         self._cleaned = False
-        with _ACTIVE_LOCK:
-            _ACTIVE.add(self)
+        self._downloads = offload.runtime.downloads
+        self._downloads.add(self)
 
     def consume_items(self, items: list[Any], result: Any) -> Any:
         """Write items in NVFlare's form.
@@ -93,7 +90,7 @@ class DiskConsumer(PayloadConsumer):
             if not self._cleaned:
                 self._finish_files()
                 self._cleaned = True
-        self._forget()
+        self._downloads.discard(self)
 
     def sources(self) -> dict[str, tuple[Placed, ByteSource]]:
         """Open the files and return what was received by name, and its bytes."""
@@ -117,16 +114,12 @@ class DiskConsumer(PayloadConsumer):
             self._cleaned = True
             rolling, self._rolling = self._rolling, None
             exact, self._exact = self._exact, None
-        self._forget()
+        self._downloads.discard(self)
         # First the directory: it turns away writers that are under way.
         self.folder.release()
         for shards in (rolling, exact):
             if shards is not None:
                 shards.close()
-
-    def _forget(self) -> None:
-        with _ACTIVE_LOCK:
-            _ACTIVE.discard(self)
 
     def is_under(self, root: str | os.PathLike[str]) -> bool:
         """Whether the files are below a directory."""
@@ -143,9 +136,7 @@ def cleanup_active_disk_tensor_downloads(
         reason: Why; becomes part of the error that they end with.
         root_dir: Only those below this directory.
     """
-    with _ACTIVE_LOCK:
-        consumers = list(_ACTIVE)
-    for consumer in consumers:
+    for consumer in offload.runtime.downloads.active():
         if root_dir is None or consumer.is_under(root_dir):
             consumer.cancel(reason)
             consumer.download_failed("active_disk_tensor_download", reason)

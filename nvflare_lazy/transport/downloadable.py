@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from nvflare.fuel.f3.streaming.download_service import Downloadable, ProduceRC
 
-from nvflare_lazy.transport import nvflare_private, wire
+from nvflare_lazy.transport import nvflare_private, offload, wire
 from nvflare_lazy.transport.payload import Payload
-from nvflare_lazy.transport.serving import SERVER
-from nvflare_lazy.transport.whole_items import TURNS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nvflare_lazy.transport.families import Family
+    from nvflare_lazy.transport.offload import TransferRuntime
     from nvflare_lazy.transport.whole_items import Turn
 
 
@@ -31,9 +30,17 @@ class PayloadDownloadable(Downloadable):
         max_chunk_size: Tensors that together stay below this go in one message to a receiver without this package.
         family: What kind of values they are.
         cell: The cell to answer requests for segments on; without it, none are offered.
+        runtime: What the transfers of this process share.
     """
 
-    def __init__(self, values: Mapping[str, Any], max_chunk_size: int, family: Family, cell: Any = None) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        max_chunk_size: int,
+        family: Family,
+        cell: Any = None,
+        runtime: TransferRuntime | None = None,
+    ) -> None:
         super().__init__(values)
         if max_chunk_size < 0:
             raise ValueError(f"max_chunk_size must not be negative, and is {max_chunk_size}")
@@ -41,6 +48,7 @@ class PayloadDownloadable(Downloadable):
         self.size = len(values)
         self._payload = Payload(values, family)
         self._cell = cell
+        self._runtime = runtime or offload.runtime
         self._ref_id: str | None = None
         self._turns: dict[str, Turn] = {}
 
@@ -48,8 +56,8 @@ class PayloadDownloadable(Downloadable):
         """Start to answer requests for segments."""
         self._ref_id = ref_id
         if self._cell is not None:
-            SERVER.listen(self._cell)
-            SERVER.offer(ref_id, self._payload)
+            self._runtime.server.listen(self._cell)
+            self._runtime.server.offer(ref_id, self._payload)
 
     def get_item_count(self) -> int:
         """Return the number of tensors."""
@@ -70,11 +78,11 @@ class PayloadDownloadable(Downloadable):
         if state:
             start = _count(state.get(nvflare_private.START, 0)) + _count(state.get(nvflare_private.COUNT, 0))
         if start >= self.size:
-            TURNS.end(self._turns.pop(requester, None))
+            self._runtime.throttle.end(self._turns.pop(requester, None))
             return ProduceRC.EOF, None, {}
         # What was on its way to this receiver has arrived, or it would not ask.
         before = self._turns.get(requester)
-        self._turns[requester] = TURNS.take(self._payload.stock_item_nbytes(start), after=before)
+        self._turns[requester] = self._runtime.throttle.take(self._payload.stock_item_nbytes(start), after=before)
         items = [self.produce_item(start)]
         total = len(items[0])
         while start + len(items) < self.size:
@@ -92,7 +100,7 @@ class PayloadDownloadable(Downloadable):
     def transaction_done(self, transaction_id: str, status: str) -> None:
         """Answer no more requests."""
         if self._ref_id is not None:
-            SERVER.withdraw(self._ref_id)
+            self._runtime.server.withdraw(self._ref_id)
 
     def release(self) -> None:
         """Let go of the tensors."""

@@ -21,10 +21,11 @@ from nvflare.fuel.f3.message import Message
 
 from nvflare_lazy.errors import BadItemError, PeerLostError, SegmentsBlockedError, TransferAbortedError
 from nvflare_lazy.transport import wire
-from nvflare_lazy.transport.budget import BUDGET, InflightBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from nvflare_lazy.transport.offload import TransferRuntime
 
 # Bytes one download may have under way, those that are being written included, as long as the budget of the process
 # has room for them.
@@ -55,6 +56,7 @@ class Link:
     """Where a payload is, and how to talk to who has it.
 
     Attributes:
+        runtime: What the transfers of this process share.
         cell: The cell of this process.
         from_fqcn: The cell that has the payload.
         ref_id: What NVFlare calls the payload.
@@ -62,9 +64,9 @@ class Link:
         secure: Whether messages are encrypted end to end.
         optional: Whether NVFlare shall be quiet about messages that cannot be sent.
         abort: A signal to watch, or None.
-        budget: The budget to take from.
     """
 
+    runtime: TransferRuntime = field(repr=False)
     cell: Any
     from_fqcn: str
     ref_id: str
@@ -72,7 +74,6 @@ class Link:
     secure: bool = False
     optional: bool = False
     abort: Any = None
-    budget: InflightBudget = field(default=BUDGET, repr=False)
 
     @property
     def leads_through_job(self) -> bool:
@@ -81,7 +82,7 @@ class Link:
         return any(len(FQCN.split(end)) > _PARTS_OF_A_JOB for end in ends)
 
 
-class _Inbox:
+class Inbox:
     """The downloads of this process by number, for the data that comes in."""
 
     def __init__(self) -> None:
@@ -90,6 +91,7 @@ class _Inbox:
         self._cells: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def open(self, fetch: Fetch) -> str:
+        """Return the number that data for this download has to carry."""
         number = uuid.uuid4().hex
         core = fetch.link.cell.core_cell
         with self._lock:
@@ -101,6 +103,7 @@ class _Inbox:
         return number
 
     def close(self, number: str) -> None:
+        """Ignore further data for this number."""
         with self._lock:
             self._fetches.pop(number, None)
 
@@ -109,9 +112,6 @@ class _Inbox:
         fetch = None if data is None else self._fetches.get(data.transfer)
         if data is not None and fetch is not None:
             fetch.arrived(message.get_header(MessageHeaderKey.ORIGIN), data, message.payload)
-
-
-_INBOX = _Inbox()
 
 
 class Fetch:
@@ -141,6 +141,7 @@ class Fetch:
         first_news: float | None = None,
     ) -> None:
         self.link = link
+        self._budget = link.runtime.budget
         self._what = what
         self._item = item
         self._start = start
@@ -171,14 +172,14 @@ class Fetch:
         """Fetch everything, or raise why that cannot be."""
         if not self._nbytes:
             return
-        self._number = _INBOX.open(self)
+        self._number = self.link.runtime.inbox.open(self)
         try:
             while not self._is_complete():
                 self._check()
                 self._ask_for_more()
                 self._wait()
         finally:
-            _INBOX.close(self._number)
+            self.link.runtime.inbox.close(self._number)
             self._close()
 
     def _is_complete(self) -> bool:
@@ -218,7 +219,7 @@ class Fetch:
                 if here and here + count > self._window:
                     return
                 holding = self._held
-            if not self.link.budget.take(_COPIES * count, holding=holding, timeout=_POLL_SECONDS):
+            if not self._budget.take(_COPIES * count, holding=holding, timeout=_POLL_SECONDS):
                 return
             with self._changed:
                 self._held += _COPIES * count
@@ -263,7 +264,7 @@ class Fetch:
 
     def _stop_paying(self) -> None:
         self._unpaid.update(self._under_way)
-        self.link.budget.give_back(self._held)
+        self._budget.give_back(self._held)
         self._held = 0
 
     def _ask_again(self, now: float) -> None:
@@ -306,7 +307,7 @@ class Fetch:
             self._held -= paid
             self._done += count
             self._news = time.monotonic()
-            self.link.budget.give_back(paid)
+            self._budget.give_back(paid)
             if failure is not None:
                 self._fail(failure)
             self._changed.notify_all()
@@ -321,6 +322,6 @@ class Fetch:
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._writing)
-            self.link.budget.give_back(self._held)
+            self._budget.give_back(self._held)
             self._held = 0
             self._under_way.clear()

@@ -6,13 +6,13 @@ It does for its process what `TensorOffload` does for a job's: handlers in place
 
 from __future__ import annotations
 
+import contextlib
+
 from nvflare.fuel.f3.mpm import MainProcessMonitor
 
 from nvflare_lazy.scratch import reset_job_scratch
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.registration import Registration, register
-
-_releases: list[bool] = []
 
 
 def install() -> Registration:
@@ -33,8 +33,7 @@ def install() -> Registration:
     """
     registration = register()
     offload.enable()
-    if not _releases:
-        # Job processes of NVFlare end without what Python does at exit.
+    # Job processes of NVFlare end without what Python does at exit. NVFlare refuses a function that it has already.
+    with contextlib.suppress(RuntimeError):
         MainProcessMonitor.add_cleanup_cb(reset_job_scratch)
-        _releases.append(True)
     return registration

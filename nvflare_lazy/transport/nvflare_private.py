@@ -8,6 +8,11 @@ its name on it and not a transfer with a riddle.
 from __future__ import annotations
 
 import functools
+import heapq
+import itertools
+import logging
+import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +30,10 @@ from nvflare.fuel.utils.fobs import FOBSContextKey
 from nvflare.fuel.utils.fobs import fobs as registry
 from nvflare.fuel.utils.fobs.decomposers import via_downloader as stock_via_downloader
 
-from nvflare_lazy.transport.timer_queue import TimerQueue
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+logger = logging.getLogger(__name__)
 
 # Keys of a download request, of its reply and of what they point to.
 REF_ID: str = _PropKey.REF_ID
@@ -133,17 +138,62 @@ def free_what_was_sent() -> None:
     TxTask.stop = stop_and_free
 
 
-_FORGETTING = TimerQueue("nvflare_lazy_forget")
+class CleanupThread:
+    """Removes NVFlare's notes of received streams when they are due, all on one thread.
+
+    NVFlare keeps a note of each message that it received for a minute, and starts a thread for each that waits to
+    remove it. Whole tensors from clients without this package are hundreds of messages, and each thread costs its
+    stack. The delays differ: NVFlare lets a sender ask for up to an hour. The thread exists while something waits.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._due: list[tuple[float, int, Any]] = []
+        self._count = itertools.count()
+        self._running = False
+
+    def remove_later(self, task: RxTask, seconds: float) -> None:
+        """Remove a note after so many seconds."""
+        with self._changed:
+            entry = (time.monotonic() + seconds, next(self._count), task)
+            heapq.heappush(self._due, entry)
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name="nvflare_lazy_cleanup", daemon=True).start()
+            elif self._due[0] is entry:
+                self._changed.notify()
+
+    def cancel(self) -> None:
+        """Do nothing: NVFlare calls this when it removes a note early, and a second removal changes nothing."""
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._due and (left := self._due[0][0] - time.monotonic()) > 0:
+                    self._changed.wait(left)
+                if not self._due:
+                    self._running = False
+                    return
+                task = heapq.heappop(self._due)[2]
+            try:
+                task._remove_task()
+            except Exception:
+                logger.exception("Cannot remove the note of a received stream")
+            del task
 
 
-def forget_what_was_received_on_one_thread() -> None:
-    """Let one thread remove NVFlare's notes of what was received, and not one for each message."""
+def use_single_cleanup_thread(cleanup: Callable[[], CleanupThread]) -> None:
+    """Let one thread remove NVFlare's notes of received streams, instead of one for each message.
+
+    Args:
+        cleanup: Returns the thread of this process.
+    """
 
     def schedule(self: Any, ttl: float | None = None) -> None:
         with self.stop_lock:
             if self.cleanup_timer is None:
-                seconds = self.completed_task_ttl if ttl is None else ttl
-                self.cleanup_timer = _FORGETTING.call_later(seconds, self._remove_task)
+                self.cleanup_timer = cleanup()
+                self.cleanup_timer.remove_later(self, self.completed_task_ttl if ttl is None else ttl)
 
     RxTask._schedule_remove_task = schedule
 

@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether what this process receives goes to disk, and where: one switch for the process, not one for each cell.
+"""The one object that the transfers of a process share, and the switch between receiving on disk and in memory.
 
-A job's component switches it on; NVFlare's own `enable_tensor_disk_offload` does so, too, on whatever cell NVFlare set
-it. One process runs one job, in production as in the simulator.
+A job's component sets the mode for the time of the job. NVFlare's own `enable_tensor_disk_offload` decides if nothing
+here was set, on whatever cell NVFlare set it. One process runs one job, in production as in the simulator.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nvflare.fuel.utils.fobs import FOBSContextKey
 
 from nvflare_lazy.scratch import current_job_scratch, use_job_scratch
 from nvflare_lazy.transport import nvflare_private
-from nvflare_lazy.transport.budget import BUDGET, DEFAULT_BYTES
+from nvflare_lazy.transport.budget import DEFAULT_BYTES, InflightBudget
+from nvflare_lazy.transport.fetching import Inbox
+from nvflare_lazy.transport.serving import SegmentServer
+from nvflare_lazy.transport.whole_items import Turns
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nvflare_lazy.scratch import JobScratch
+    from nvflare_lazy.transport.disk_consumer import DiskConsumer
 
 
 class ReceiveMode(NamedTuple):
@@ -32,55 +40,118 @@ class ReceiveMode(NamedTuple):
     inflight_bytes: int
 
 
-_lock = threading.Lock()
-_mode: ReceiveMode | None = None
+class TransferRuntime:
+    """Everything that the transfers of a process share.
 
+    A forked child keeps the mode and nothing else: transfers, their limits and their threads belong to the parent. Its
+    payloads go to a scratch of its own.
 
-def use(mode: ReceiveMode | None) -> ReceiveMode | None:
-    """Receive in this mode; return the one before, for whoever puts it back.
-
-    Args:
-        mode: The mode; None leaves it to NVFlare's flag.
+    Attributes:
+        budget: Limits the segments in flight.
+        throttle: Limits the whole tensors in flight.
+        server: Answers requests for segments.
+        inbox: Hands incoming segments to their downloads.
+        downloads: The downloads to disk in progress.
+        cleanup: The thread that removes NVFlare's notes of received streams.
+        senders_with_package: Cells that have offered segments; their first answers are small.
+        on_buffers_released: Called each time a whole tensor has left the memory of this process.
     """
-    global _mode
-    with _lock:
-        before, _mode = _mode, mode
-        BUDGET.resize(DEFAULT_BYTES if mode is None else mode.inflight_bytes)
-        return before
+
+    budget: InflightBudget
+    throttle: Turns
+    server: SegmentServer
+    inbox: Inbox
+    downloads: ActiveDownloads
+    cleanup: nvflare_private.CleanupThread
+    senders_with_package: set[str]
+    on_buffers_released: list[Callable[[], None]]
+
+    def __init__(self) -> None:
+        self._mode: ReceiveMode | None = None
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget all transfers; for a forked child."""
+        self._lock = threading.Lock()
+        self.on_buffers_released = []
+        self.budget = InflightBudget(DEFAULT_BYTES if self._mode is None else self._mode.inflight_bytes)
+        self.throttle = Turns(self.budget, self.on_buffers_released)
+        self.server = SegmentServer()
+        self.inbox = Inbox()
+        self.downloads = ActiveDownloads()
+        self.cleanup = nvflare_private.CleanupThread()
+        self.senders_with_package = set()
+
+    def use(self, mode: ReceiveMode | None) -> ReceiveMode | None:
+        """Receive in this mode; return the previous one, which a job restores when it ends.
+
+        Args:
+            mode: The mode; None leaves it to NVFlare's flag.
+        """
+        with self._lock:
+            before, self._mode = self._mode, mode
+            self.budget.resize(DEFAULT_BYTES if mode is None else mode.inflight_bytes)
+            return before
+
+    def scratch_for(self, fobs_ctx: dict[str, Any] | None) -> JobScratch | None:
+        """Return the scratch that a payload goes to, or None if it stays in memory.
+
+        Args:
+            fobs_ctx: NVFlare's context of the message that is being decoded.
+        """
+        mode = self._mode
+        if mode is not None:
+            on_disk = mode.on_disk
+        else:
+            on_disk = bool((fobs_ctx or {}).get(FOBSContextKey.TENSOR_DISK_OFFLOAD))
+            on_disk = on_disk or nvflare_private.offload_flag_in_process()
+        return current_job_scratch() if on_disk else None
+
+
+class ActiveDownloads:
+    """The downloads to disk that are in progress; they are not kept alive."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._consumers: weakref.WeakSet[DiskConsumer] = weakref.WeakSet()
+
+    def add(self, consumer: DiskConsumer) -> None:
+        """Note a download that starts."""
+        with self._lock:
+            self._consumers.add(consumer)
+
+    def discard(self, consumer: DiskConsumer) -> None:
+        """Note that a download ended."""
+        with self._lock:
+            self._consumers.discard(consumer)
+
+    def active(self) -> list[DiskConsumer]:
+        """Return the downloads in progress."""
+        with self._lock:
+            return list(self._consumers)
+
+
+runtime = TransferRuntime()
+os.register_at_fork(after_in_child=runtime.start_over)
 
 
 def enable(scratch: JobScratch | None = None, *, inflight_bytes: int | None = None) -> None:
-    """Send everything this process receives to disk from now on, tensors and arrays.
+    """Write everything that this process receives to disk, tensors and arrays.
 
     Args:
-        scratch: Where to; the job scratch that is in use, or one with defaults, if not given.
-        inflight_bytes: Bytes of memory that all downloads together may take up on their way; unchanged if not given.
+        scratch: The job scratch to write to. Default: the current one, or else one with default settings.
+        inflight_bytes: Bytes of memory that all downloads together may use in flight. Default: unchanged.
     """
     if scratch is not None:
         use_job_scratch(scratch)
-    use(ReceiveMode(True, BUDGET.limit if inflight_bytes is None else inflight_bytes))
+    runtime.use(ReceiveMode(True, runtime.budget.limit if inflight_bytes is None else inflight_bytes))
 
 
 def disable() -> None:
-    """Keep everything this process receives in memory, whatever NVFlare's flag says."""
-    use(ReceiveMode(False, BUDGET.limit))
+    """Keep everything that this process receives in memory, whatever NVFlare's flag says."""
+    runtime.use(ReceiveMode(False, runtime.budget.limit))
 
 
 def reset() -> None:
     """Leave it to NVFlare's flag again."""
-    use(None)
-
-
-def destination(fobs_ctx: dict[str, Any] | None) -> JobScratch | None:
-    """Return the scratch that what is being received goes to, or None if it stays in memory.
-
-    Args:
-        fobs_ctx: NVFlare's context of the message that is being decoded.
-    """
-    mode = _mode
-    if mode is not None:
-        on_disk = mode.on_disk
-    else:
-        on_disk = bool((fobs_ctx or {}).get(FOBSContextKey.TENSOR_DISK_OFFLOAD))
-        on_disk = on_disk or nvflare_private.offload_flag_in_process()
-    return current_job_scratch() if on_disk else None
+    runtime.use(None)

@@ -16,7 +16,6 @@ from nvflare.fuel.f3.streaming.download_service import OBJ_DOWNLOADER_CHANNEL, O
 from nvflare.fuel.f3.streaming.stream_utils import download_request_thread_pool
 
 from nvflare_lazy.transport import nvflare_private
-from nvflare_lazy.transport.whole_items import TURNS
 
 if TYPE_CHECKING:
     from nvflare_lazy.transport.fetching import Link
@@ -36,6 +35,7 @@ class ReadAhead:
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self._turns = link.runtime.throttle
         self._future: Future[Any] | None = None
         self._size = 0
         self._here: Turn | None = None
@@ -49,19 +49,19 @@ class ReadAhead:
             size: Bytes that the answer will have, as far as one can tell.
         """
         self._size = max(1, size)
-        self._ahead = TURNS.take_if_free(self._size)
+        self._ahead = self._turns.take_if_free(self._size)
         if self._ahead is not None:
             self._future = download_request_thread_pool.submit(self._request, state)
 
     def written(self) -> None:
         """The items that had come are written."""
-        TURNS.end(self._here)
+        self._turns.end(self._here)
 
     def take(self, state: dict[str, Any]) -> tuple[dict[str, Any], list[Any]] | None:
         """Wait for the answer, asking first if there was no room before; None if it is anything but items."""
         if self._ahead is None:
             abort = self._link.abort
-            self._here = TURNS.take(self._size, after=self._here, give_up=lambda: abort.triggered)
+            self._here = self._turns.take(self._size, after=self._here, give_up=lambda: abort.triggered)
             self._future = download_request_thread_pool.submit(self._request, state)
         else:
             self._here, self._ahead = self._ahead, None
@@ -79,8 +79,8 @@ class ReadAhead:
 
     def let_go(self) -> None:
         """End the turns."""
-        TURNS.end(self._here)
-        TURNS.end(self._ahead)
+        self._turns.end(self._here)
+        self._turns.end(self._ahead)
 
     def _request(self, state: dict[str, Any]) -> Any:
         link = self._link

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nvflare.fuel.utils import fobs
 from nvflare.fuel.utils.class_loader import get_class_name
 
-from nvflare_lazy.transport import nvflare_private
+from nvflare_lazy.transport import nvflare_private, offload
 from nvflare_lazy.transport.decomposers import LazyArrayDecomposer, LazyTensorDecomposer
 from nvflare_lazy.transport.via_downloader import LazyDownloadRefDecomposer
 
@@ -58,11 +58,6 @@ class Registration:
         """Whether all are this package's."""
         return all(handler.ours for handler in self.handlers)
 
-    @property
-    def took_place_of(self) -> tuple[str, ...]:
-        """The classes whose place was taken."""
-        return tuple(handler.replaced for handler in self.handlers if handler.replaced)
-
     def __str__(self) -> str:
         return "; ".join(map(str, self.handlers))
 
@@ -84,21 +79,17 @@ def register() -> Registration:
         torch.Tensor by nvflare_lazy.transport.decomposers.LazyTensorDecomposer; ...
     """
     nvflare_private.free_what_was_sent()
-    nvflare_private.forget_what_was_received_on_one_thread()
-    handlers = tuple(_put(kind) for kind in _KINDS)
-    registration = Registration(handlers)
-    if any(handler.replaced for handler in handlers) or not _said:
+    nvflare_private.use_single_cleanup_thread(lambda: offload.runtime.cleanup)
+    before = registered()
+    registration = Registration(tuple(_put(kind) for kind in _KINDS))
+    if not before.complete:
         logger.info("tensors are handled lazily: %s", registration)
-        _said.append(True)
     return registration
 
 
 def registered() -> Registration:
     """Say who handles tensors, arrays and references in this process, without changing it."""
     return Registration(tuple(_look(kind()) for kind in _KINDS))
-
-
-_said: list[bool] = []
 
 
 def _put(kind: type[Decomposer]) -> Handler:

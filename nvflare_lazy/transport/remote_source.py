@@ -13,7 +13,7 @@ from nvflare.fuel.f3.streaming.download_service import ProduceRC, request_downlo
 
 from nvflare_lazy.errors import BadItemError, MissingItemError, PeerLostError, SegmentsBlockedError
 from nvflare_lazy.tensors.byte_source import ByteSource, MemorySource
-from nvflare_lazy.transport import nvflare_private, wire
+from nvflare_lazy.transport import nvflare_private, offload, wire
 from nvflare_lazy.transport.fetching import Fetch, Link
 from nvflare_lazy.transport.stock_items import unpack_item
 
@@ -65,7 +65,7 @@ def open_remote(ref: Any, family: Family, cell: Any, timeout: float, abort_signa
         timeout: Seconds without news after which its owner counts as lost.
         abort_signal: A signal to watch.
     """
-    link = Link(cell, ref.fqcn, ref.ref_id, timeout, ref.secure, abort=abort_signal)
+    link = Link(offload.runtime, cell, ref.fqcn, ref.ref_id, timeout, ref.secure, abort=abort_signal)
     if ref.dtype is not None and ref.shape is not None:
         nbytes = family.nbytes(ref.dtype, ref.shape)
         try:

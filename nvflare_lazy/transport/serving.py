@@ -147,6 +147,3 @@ class _Job:
     def refuse(self, reason: str) -> None:
         logger.info("refused a request of %s: %s", self.requester, reason)
         self.send(None, reason)
-
-
-SERVER = SegmentServer()

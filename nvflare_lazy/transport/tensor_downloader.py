@@ -13,6 +13,7 @@ from nvflare_lazy.errors import NVFlareLazyError
 from nvflare_lazy.scratch import current_job_scratch
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.tensor_entry import TensorEntry
+from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.consumers import receive
 from nvflare_lazy.transport.disk_consumer import DiskConsumer, cleanup_active_disk_tensor_downloads
 from nvflare_lazy.transport.downloadable import PayloadDownloadable
@@ -123,7 +124,7 @@ def download_tensors(
     Returns:
         An error message or None, and the tensors or None.
     """
-    link = Link(cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
+    link = Link(offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
     try:
         return None, receive(TensorConsumer(tensors_received_cb, cb_kwargs), link, progress_cb)
     except NVFlareLazyError as error:
@@ -157,7 +158,7 @@ def download_tensors_to_disk(
     Returns:
         An error message or None, and the tensors or None.
     """
-    link = Link(cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
+    link = Link(offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
     try:
         if root_dir is None:
             return None, receive_to_disk(link, current_job_scratch().download(label=from_fqcn), progress_cb)

@@ -13,10 +13,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from nvflare_lazy.transport.budget import BUDGET
-
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from nvflare_lazy.transport.budget import InflightBudget
 
@@ -52,18 +50,15 @@ class Turns:
 
     Args:
         budget: Its limit is the limit here, too; segments do not count against whole tensors.
+        on_release: Called each time a whole tensor is gone, with no lock held: its buffers are all over the heap.
     """
 
-    def __init__(self, budget: InflightBudget) -> None:
+    def __init__(self, budget: InflightBudget, on_release: Iterable[Callable[[], None]] = ()) -> None:
         self._budget = budget
+        self._on_release = on_release
         self._changed = threading.Condition()
         self._taken: set[Turn] = set()
         self._line: deque[object] = deque()
-        self._tidy: Callable[[], None] | None = None
-
-    def tidy_with(self, function: Callable[[], None] | None) -> None:
-        """Call a function each time a whole tensor is gone: their buffers are all over the heap."""
-        self._tidy = function
 
     def take(self, nbytes: int, *, after: Turn | None = None, give_up: Callable[[], bool] | None = None) -> Turn:
         """Wait for a turn.
@@ -88,7 +83,7 @@ class Turns:
                 self._changed.notify_all()
             turn = self._add(nbytes)
         if after is not None:
-            self._tidy_up()
+            self._note_release()
         return turn
 
     def take_if_free(self, nbytes: int) -> Turn | None:
@@ -100,7 +95,7 @@ class Turns:
         """Nothing of that tensor is in memory any more."""
         with self._changed:
             self._end(turn)
-        self._tidy_up()
+        self._note_release()
 
     @property
     def used(self) -> int:
@@ -108,10 +103,9 @@ class Turns:
         with self._changed:
             return self._used()
 
-    def _tidy_up(self) -> None:
-        tidy = self._tidy
-        if tidy is not None:
-            tidy()
+    def _note_release(self) -> None:
+        for function in tuple(self._on_release):
+            function()
 
     def _add(self, nbytes: int) -> Turn:
         turn = Turn(nbytes)
@@ -136,8 +130,6 @@ class Turns:
                 self._taken.remove(turn)
         return sum(turn.nbytes for turn in self._taken)
 
-
-TURNS = Turns(BUDGET)
 
 #: What a first answer is taken for: from a sender without this package it comes with a whole tensor in it, before there
 #: is a chance to ask for less.

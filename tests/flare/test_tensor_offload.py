@@ -23,16 +23,15 @@ import nvflare_lazy
 from nvflare_lazy.flare import TensorOffload, job_context, tensor_offload
 from nvflare_lazy.scratch import current_job_scratch, reset_job_scratch
 from nvflare_lazy.transport import offload
-from nvflare_lazy.transport.budget import BUDGET
 from nvflare_lazy.transport.registration import registered
 from tests.flare.conftest import give
 
 
 @pytest.fixture(autouse=True)
 def _mode_of_a_new_process():
-    before = offload.use(None)
+    before = offload.runtime.use(None)
     yield
-    offload.use(before)
+    offload.runtime.use(before)
 
 
 def test_a_run_has_scratch_of_its_own_from_beginning_to_end(fl_ctx, tmp_path):
@@ -43,13 +42,13 @@ def test_a_run_has_scratch_of_its_own_from_beginning_to_end(fl_ctx, tmp_path):
     scratch = current_job_scratch()
     assert scratch.path.parent == tmp_path / "root"
     assert scratch.quota == 3 << 20
-    assert BUDGET.limit == 16 << 20
-    assert offload.destination(None) is scratch
+    assert offload.runtime.budget.limit == 16 << 20
+    assert offload.runtime.scratch_for(None) is scratch
     assert job_context.offload_of(fl_ctx) is component
     assert registered().complete
     component.handle_event(EventType.END_RUN, fl_ctx)
     assert not scratch.path.exists()
-    assert offload.destination(None) is None
+    assert offload.runtime.scratch_for(None) is None
 
 
 def test_a_script_in_the_same_process_changes_nothing(fl_ctx, tmp_path):
@@ -58,26 +57,26 @@ def test_a_script_in_the_same_process_changes_nothing(fl_ctx, tmp_path):
     component.handle_event(EventType.START_RUN, fl_ctx)
     scratch = current_job_scratch()
     assert nvflare_lazy.install().complete
-    assert offload.destination(None) is scratch
-    assert BUDGET.limit == 16 << 20
+    assert offload.runtime.scratch_for(None) is scratch
+    assert offload.runtime.budget.limit == 16 << 20
     component.handle_event(EventType.END_RUN, fl_ctx)
     assert not scratch.path.exists()
 
 
 def run(component, event, fl_ctx):
     component.handle_event(event, fl_ctx)
-    return offload.destination(None), BUDGET.limit
+    return offload.runtime.scratch_for(None), offload.runtime.budget.limit
 
 
 def test_install_survives_a_job(fl_ctx, tmp_path, monkeypatch):
     """After `install()` and a job in the same process, tensors still go to disk, within the limit from before."""
     monkeypatch.setenv("NVFLARE_LAZY_SCRATCH", str(tmp_path / "process"))
     nvflare_lazy.install()
-    limit, scratch = BUDGET.limit, current_job_scratch()
+    limit, scratch = offload.runtime.budget.limit, current_job_scratch()
     component = TensorOffload(str(tmp_path / "job"), memory_budget="1GiB")
     during, _ = run(component, EventType.START_RUN, fl_ctx)
     assert during is not scratch
-    assert BUDGET.limit == 256 << 20
+    assert offload.runtime.budget.limit == 256 << 20
     assert run(component, EventType.END_RUN, fl_ctx) == (scratch, limit)
     reset_job_scratch()
 

@@ -135,6 +135,7 @@ def receive(
     from nvflare.apis.signal import Signal
 
     from nvflare_lazy.scratch import JobScratch
+    from nvflare_lazy.transport import offload
     from nvflare_lazy.transport.consumers import receive as receive_into
     from nvflare_lazy.transport.fetching import Link
     from nvflare_lazy.transport.tensor_downloader import TensorConsumer, receive_to_disk
@@ -142,7 +143,7 @@ def receive(
     abort = Signal()
     if abort_after is not None:
         threading.Timer(abort_after, abort.trigger, ["enough"]).start()
-    link = Link(state.cell, fqcn, ref_id, timeout=timeout, abort=abort)
+    link = Link(offload.runtime, state.cell, fqcn, ref_id, timeout=timeout, abort=abort)
     started = time.monotonic()
     outcome: dict[str, Any] = {"error": None, "text": "", "tensors": 0}
     job = JobScratch.open(root or state.scratch_root, job="tests", quota=quota, min_free=min_free, warn=False)
@@ -174,9 +175,9 @@ def receive(
 
 
 def _budget_used() -> int:
-    from nvflare_lazy.transport.budget import BUDGET
+    from nvflare_lazy.transport import offload
 
-    return BUDGET.used
+    return offload.runtime.budget.used
 
 
 def offer_often(state: State, mib: int, times: int) -> list[str]:

@@ -395,16 +395,16 @@ def slow_down(state: State, seconds: float) -> None:
 
 
 def limit_under_way(state: State, nbytes: int) -> None:
-    from nvflare_lazy.transport.budget import BUDGET
+    from nvflare_lazy.transport import offload
 
-    BUDGET.resize(nbytes)
-    BUDGET._peak = 0
+    offload.runtime.budget.resize(nbytes)
+    offload.runtime.budget._peak = 0
 
 
 def most_under_way(state: State) -> int:
-    from nvflare_lazy.transport.budget import BUDGET
+    from nvflare_lazy.transport import offload
 
-    return BUDGET.peak
+    return offload.runtime.budget.peak
 
 
 def leave_out_last(state: State, on: bool) -> None:

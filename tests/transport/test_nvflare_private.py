@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from nvflare.apis.signal import Signal
 from nvflare.fuel.f3.streaming import byte_receiver, byte_streamer, cacheable, download_service
+from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.download_service import DownloadService
 from nvflare.fuel.utils.fobs import fobs as registry
 from nvflare.fuel.utils.fobs.decomposers import via_downloader
@@ -108,3 +111,53 @@ def test_all_private_names_are_here():
         if path.name != "nvflare_private.py" and private_import.search(path.read_text())
     ]
     assert found == []
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def cleaning():
+    return [thread for thread in threading.enumerate() if thread.name == "nvflare_lazy_cleanup"]
+
+
+class Note:
+    """A note of a received stream."""
+
+    def __init__(self, remove):
+        self._remove_task = remove
+
+
+def test_cleanup_in_time(caplog):
+    """What is due first is removed first, whatever an earlier one raises; then the thread ends, until the next."""
+    thread, done = nvflare_private.CleanupThread(), []
+    thread.remove_later(Note(lambda: 1 / 0), 0.01)
+    for number, seconds in enumerate((0.3, 0.1, 0.2)):
+        thread.remove_later(Note(lambda number=number: done.append(number)), seconds)
+    assert len(cleaning()) == 1
+    wait_until(lambda: len(done) == 3)
+    assert done == [1, 2, 0]
+    assert "ZeroDivisionError" in caplog.text
+    wait_until(lambda: not cleaning())
+    thread.remove_later(Note(lambda: done.append(3)), 0)
+    wait_until(lambda: done[-1] == 3)
+
+
+def test_notes_of_nvflare(monkeypatch):
+    """NVFlare's notes of received streams are removed in time, without a thread for each."""
+
+    monkeypatch.setattr(RxTask, "_schedule_remove_task", RxTask._schedule_remove_task)
+    thread = nvflare_private.CleanupThread()
+    nvflare_private.use_single_cleanup_thread(lambda: thread)
+    tasks = [RxTask(number, "tests", None) for number in range(50)]
+    RxTask.rx_task_map.update({("tests", task.sid): task for task in tasks})
+    before = threading.active_count()
+    for task in tasks:
+        task._schedule_remove_task(0.3)
+    tasks[0]._remove_task()  # earlier than due, as NVFlare does
+    assert threading.active_count() <= before + 1
+    wait_until(lambda: not any(origin == "tests" for origin, _ in list(RxTask.rx_task_map)))
+    assert all(task.cleanup_timer is None for task in tasks)

@@ -35,7 +35,8 @@ def test_before_stock():
         handler.emit = lambda record: complaints.append(record.getMessage())
         logging.getLogger().addHandler(handler)
         registration = register()
-        assert registration.complete and not registration.took_place_of, registration
+        assert registration.complete, registration
+        assert not any(handler.replaced for handler in registration.handlers)
 
         from nvflare.fuel.utils import fobs
         from nvflare.app_opt.pt.decomposers import TensorDecomposer
@@ -73,12 +74,12 @@ def test_after_stock():
         first = register()
         again = register()
         assert first.complete and again.complete
-        assert first.took_place_of == (
+        assert tuple(handler.replaced for handler in first.handlers if handler.replaced) == (
             "nvflare.app_opt.pt.decomposers.TensorDecomposer",
             "nvflare.app_common.decomposers.numpy_decomposers.NumpyArrayDecomposer",
             "nvflare.fuel.utils.fobs.decomposers.via_downloader.LazyDownloadRefDecomposer",
         ), first
-        assert again.took_place_of == ()
+        assert not any(handler.replaced for handler in again.handlers)
         assert [handler.dot for handler in first.handlers] == [6, 3, None]
         assert len(said) == 1 and said[0][0] == "INFO" and "in the place of" in said[0][1], said
     """)
@@ -118,14 +119,14 @@ def test_flag_on_another_cell(tmp_path):
         url = f"tcp://127.0.0.1:{free_port()}"
         cells = [Cell(name, url, False, {}, create_internal_listener=False) for name in ("server", "server.job")]
         where = cells[1].get_fobs_context
-        assert offload.destination(where()) is None
+        assert offload.runtime.scratch_for(where()) is None
         cells[0].update_fobs_context({FOBSContextKey.TENSOR_DISK_OFFLOAD: True})
-        assert offload.destination(where()) is not None
+        assert offload.runtime.scratch_for(where()) is not None
         offload.disable()
-        assert offload.destination(where()) is None
+        assert offload.runtime.scratch_for(where()) is None
         offload.enable()
         cells[0].update_fobs_context({FOBSContextKey.TENSOR_DISK_OFFLOAD: False})
-        assert offload.destination(where()) is not None
+        assert offload.runtime.scratch_for(where()) is not None
         os._exit(0)
     """
     run(code, NVFLARE_LAZY_SCRATCH=tmp_path)
@@ -206,7 +207,7 @@ def test_a_site_says_it_for_all_of_its_jobs(tmp_path, place):
         from nvflare_lazy.transport import offload
         from nvflare_lazy.transport.registration import registered
         assert registered().complete, registered()
-        assert str(offload.destination(None).root) == os.environ["NVFLARE_LAZY_SCRATCH"]
+        assert str(offload.runtime.scratch_for(None).root) == os.environ["NVFLARE_LAZY_SCRATCH"]
     """
     (tmp_path / "removed").mkdir()
     where = {"SITE": tmp_path, "NVFLARE_LAZY_SCRATCH": tmp_path / "scratch", "REMOVED": tmp_path / "removed"}

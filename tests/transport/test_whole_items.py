@@ -15,7 +15,8 @@ from nvflare_lazy.transport import nvflare_private, whole_items
 from nvflare_lazy.transport.budget import InflightBudget
 from nvflare_lazy.transport.fetching import Link
 from nvflare_lazy.transport.memory_consumer import MemoryConsumer
-from nvflare_lazy.transport.whole_items import TURNS, Turns
+from nvflare_lazy.transport.offload import TransferRuntime
+from nvflare_lazy.transport.whole_items import Turns
 
 
 @pytest.fixture
@@ -117,13 +118,14 @@ def test_giving_up(turns):
     assert not thread.is_alive()
 
 
-def test_tidying(turns):
-    """Each time a tensor is gone there is something to tidy up, with no lock held."""
-    seen = []
-    turns.tidy_with(lambda: seen.append(turns.used))
+def test_released_buffers():
+    """Each time a tensor is gone whoever listens is told, with no lock held."""
+    runtime, seen = TransferRuntime(), []
+    turns = runtime.throttle
+    runtime.on_buffers_released.append(lambda: seen.append(turns.used))
     turn = turns.take(20)
     turns.end(turns.take(10, after=turn))
-    turns.tidy_with(None)
+    runtime.on_buffers_released.clear()
     turns.end(turns.take(20))
     assert seen == [10, 0]
 
@@ -133,12 +135,15 @@ def test_first_tensor_is_let_go():
     end = Message({}, {nvflare_private.STATUS: ProduceRC.EOF})
     cell = SimpleNamespace(send_request=lambda **_: end, core_cell=SimpleNamespace(my_info=SimpleNamespace(fqcn="b")))
     consumer = Keeping()
-    consumer.attach(Link(cell, "a", "r"))
+    runtime = TransferRuntime()
+    consumer.attach(Link(runtime, cell, "a", "r"))
+    consumer.wait_for_turn()
+    assert runtime.throttle.used
     data = [bytes(1000)]
     assert consumer.consume("r", {"start": 0, "count": 1}, data) == {"start": 0, "count": 1}
     assert consumer.nbytes == 1000
     assert data == []
-    assert TURNS.used == 0
+    assert runtime.throttle.used == 0
 
 
 class Keeping(MemoryConsumer):
