@@ -162,14 +162,13 @@ def allow_list(site: Path) -> Iterator[Finding]:
 
 def _speed(job: JobScratch) -> Finding:
     block = bytearray(8 << 20)
-    with job.download("speed") as download:
-        file = download.new_file()
-        started = time.monotonic()
-        for offset in range(0, _SPEED_TEST_BYTES, len(block)):
-            file.pwrite(block, offset)
-        with open(file.finish(), "rb") as written:
-            os.fsync(written.fileno())
-        speed = _SPEED_TEST_BYTES / (time.monotonic() - started)
+    file = job.download("speed").new_file()
+    started = time.monotonic()
+    for offset in range(0, _SPEED_TEST_BYTES, len(block)):
+        file.pwrite(block, offset)
+    with file.finish().descriptor() as fd:
+        os.fsync(fd)
+    speed = _SPEED_TEST_BYTES / (time.monotonic() - started)
     if speed < _SLOW_BYTES_PER_SECOND:
         return Finding(
             WARNING, f"scratch takes {format_size(int(speed))}/s: rounds will wait for it; use a faster disk"

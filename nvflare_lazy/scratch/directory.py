@@ -104,17 +104,20 @@ class DownloadDirectory:
             )
         writer = threading.get_ident(), file
         with self._change:
-            self.check_wanted()
+            if self.released:
+                raise self.released_error()
             if file is not None and file.closing:
                 raise ValueError(f"a file of download {self.title} is written to after it was finished or closed")
             self._writers.append(writer)
         try:
             yield
-        except ScratchError:
-            self.check_wanted()  # whatever a release in the middle made go wrong
+        except ScratchError as error:
+            if self.released:  # whatever a release in the middle made go wrong
+                raise self.released_error() from error
             raise
         else:
-            self.check_wanted()
+            if self.released:
+                raise self.released_error()
         finally:
             with self._change:
                 self._writers.remove(writer)
@@ -122,17 +125,16 @@ class DownloadDirectory:
                 if self._removed.is_set() and not self._writers:
                     self._close_descriptors()
 
-    def check_wanted(self) -> None:
-        """Raise if the directory was released."""
-        if self.released:
-            raise ReleasedScratchError(f"the scratch of download {self.title} was released: it is not wanted any more")
+    def released_error(self) -> ReleasedScratchError:
+        """Return the error for a use after the release."""
+        return ReleasedScratchError(f"the scratch of download {self.title} was released: it is not wanted any more")
 
     def create(self, file_name: str) -> OpenForWriting:
         """Create a file for this user only, or take a spare one with whatever is in it, and open it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with self.writing():
             try:
-                fd = None if self._spares is None else self._spares.take(file_name, self._fd)
+                fd = self._spares.take(file_name, self._fd) if self._spares else None
                 if fd is None:
                     fd = os.open(file_name, flags, 0o600, dir_fd=self._fd)
             except OSError as error:
@@ -142,18 +144,21 @@ class DownloadDirectory:
             os.fchmod(fd, 0o600)  # whatever the umask was
         return file
 
+    def open(self, file_name: str) -> int:
+        """Open a file of the directory itself for reading, never what a link points to."""
+        # Not blocking: a named pipe would keep us waiting for its other end.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        return os.open(file_name, flags, dir_fd=self._fd)
+
     def adopt(self, file_name: str) -> None:
         """Count a file in the directory that was written by other means."""
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         if os.path.basename(file_name) != file_name:
             raise ScratchError(f"{file_name!r} is not the name of a file in {self.path}")
         with self.writing():
             try:
-                fd = os.open(file_name, flags, dir_fd=self._fd)
-                try:
-                    status = os.fstat(fd)
-                finally:
-                    os.close(fd)
+                fd = self.open(file_name)
+                status = os.fstat(fd)
+                os.close(fd)
             except OSError as error:
                 raise named(error, "adopt", self.path / file_name) from error
             if not stat.S_ISREG(status.st_mode):
@@ -164,19 +169,27 @@ class DownloadDirectory:
                 self.allotment.adopt(self._adopted.get(file_name, 0), status.st_size)
                 self._adopted[file_name] = status.st_size
 
-    def completed(self, file_name: str) -> None:
-        """Note that a file has been received whole: others are not kept as spare files."""
+    def completed(self, file_name: str, unused: int, pending: int) -> None:
+        """Note that a file has been received whole: others are not kept as spare files.
+
+        Args:
+            file_name: The file.
+            unused: Bytes held for it beyond its end.
+            pending: Bytes held for it that are not going to be written.
+        """
         self._complete.add(file_name)
+        self.allotment.give_back(unused, pending)
 
-    def is_open(self, file: OpenForWriting) -> bool:
-        """Whether a file has not been closed."""
-        return file in self._open
-
-    def stop_writing(self, file: OpenForWriting) -> None:
-        """Refuse further writes to a file, and wait for those that are running in other threads."""
+    def stop_writing(self, file: OpenForWriting) -> bool:
+        """Refuse further writes to a file, and wait for those in other threads; False if that has happened before."""
+        if os.getpid() != self._pid:
+            return False
         with self._change:
+            if file.closing:
+                return False
             file.closing = True
             self._wait_for_writers(lambda of: of is file)
+            return True
 
     def close(self, file: OpenForWriting) -> None:
         """Close a file that nobody writes to; once is enough, more is no harm."""
@@ -217,6 +230,8 @@ class DownloadDirectory:
         The calling thread itself may be: a signal handler runs in the middle of its write, and waiting for that would
         never end. Its descriptors are then closed when the write ends.
         """
+        if not self._writers:
+            return
         me = threading.get_ident()
         deadline = time.monotonic() + _PATIENCE
         while any(thread != me and which(file) for thread, file in self._writers):

@@ -12,9 +12,6 @@ from nvflare_lazy.scratch.scratch_file import ScratchFile
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import TracebackType
-
-    from typing_extensions import Self
 
     from nvflare_lazy.scratch.directory import DownloadDirectory
 
@@ -33,8 +30,8 @@ class DownloadScratch:
         directory: The directory.
 
     Example:
-        >>> with job.download("result of site-1", expect=total) as download:  # released at the end of the block
-        ...     file = download.new_file()
+        >>> download = job.download("result of site-1")
+        >>> file = download.new_file()
     """
 
     def __init__(self, keep_alive: object, directory: DownloadDirectory) -> None:
@@ -54,22 +51,6 @@ class DownloadScratch:
     def nbytes(self) -> int:
         """Bytes it holds of the job's quota: what is written, and what is expected or set aside."""
         return self._directory.allotment.nbytes
-
-    def expect(self, nbytes: int) -> None:
-        """Set aside quota for files to come, so that a download that cannot end well does not begin.
-
-        Raises:
-            QuotaExceededError: If the job may not hold that much.
-            DiskFullError: If the disk cannot, or should not.
-        """
-        if nbytes < 0:
-            raise ValueError(f"a download of {nbytes} bytes")
-        with self._directory.writing():
-            self._directory.allotment.expect(nbytes)
-
-    def settle(self) -> None:
-        """Return what was expected and did not come: the download is complete."""
-        self._directory.allotment.settle()
 
     def adopt(self, name: str) -> None:
         """Count a file that was written here by other means, such as an atomic file, and settle what was expected.
@@ -100,14 +81,6 @@ class DownloadScratch:
         """
         self._finalizer.detach()
         self._directory.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
     def __repr__(self) -> str:
         return f"<DownloadScratch {self._directory.title} at {self.path}{', released' if self.released else ''}>"

@@ -19,7 +19,7 @@ from nvflare_lazy.scratch.account import SpaceAccount, min_free_bytes
 from nvflare_lazy.scratch.download import DownloadScratch
 from nvflare_lazy.scratch.file_systems import RootReport, describe_root
 from nvflare_lazy.scratch.job_directory import JobDirectory
-from nvflare_lazy.scratch.leftovers import Reclaimed, reclaim
+from nvflare_lazy.scratch.leftovers import reclaim
 from nvflare_lazy.scratch.root import ScratchRoot
 
 if TYPE_CHECKING:
@@ -37,9 +37,8 @@ class JobScratch:
     | member | what it is |
     |---|---|
     | `download()` | a directory for one download |
-    | `used`, `peak`, `quota`, `free()` | bytes held, most ever held, most allowed, still possible |
+    | `used`, `peak`, `free()` | bytes held, most ever held, still possible |
     | `report`, `report.warnings` | what the root is on, and what is wrong with that |
-    | `reclaimed` | what dead owners had left, removed at the start |
     | `release()` | the end, also as a context manager |
 
     Example:
@@ -47,13 +46,10 @@ class JobScratch:
         ...     download = job.download("result of site-1")
     """
 
-    def __init__(
-        self, root: Path, job: str, account: SpaceAccount, report: RootReport, reclaimed: tuple[Reclaimed, ...]
-    ) -> None:
+    def __init__(self, root: Path, job: str, account: SpaceAccount, report: RootReport) -> None:
         self.root = root
         self.job = job
         self.report = report
-        self.reclaimed = reclaimed
         self._account = account
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -87,17 +83,16 @@ class JobScratch:
         account = SpaceAccount(place, limit, min_free_bytes(min_free, report.total))
         for warning in report.warnings if warn else ():
             logger.warning("%s", warning)
-        return cls(place, job, account, report, _reclaimed(place))
+        try:
+            reclaim(place)
+        except ScratchError as error:
+            logger.warning("cannot look for what dead processes left: %s", error)
+        return cls(place, job, account, report)
 
     @property
     def path(self) -> Path:
         """The job's directory."""
         return self._directories[-1].path
-
-    @property
-    def quota(self) -> int | None:
-        """Most bytes the job may hold, or None."""
-        return self._account.quota
 
     @property
     def used(self) -> int:
@@ -113,11 +108,6 @@ class JobScratch:
     def released(self) -> bool:
         """Whether it has been released, or is being."""
         return self._directories[-1].released
-
-    @property
-    def foreign(self) -> bool:
-        """Whether it belongs to the process that forked this one."""
-        return os.getpid() != self._pid
 
     def free(self) -> int:
         """Return how many bytes could be received now, as far as quota and disk go."""
@@ -138,13 +128,15 @@ class JobScratch:
             DiskFullError: If the disk cannot, or should not.
             ReleasedScratchError: If the job was released.
         """
-        if self.foreign:
+        if expect is not None and expect < 0:
+            raise ValueError(f"a download of {expect} bytes")
+        if os.getpid() != self._pid:
             raise ForkedScratchError(
                 f"the scratch of job {self.job!r} belongs to process {self._pid}, which forked this one; open a "
                 "JobScratch in each process"
             )
         with self._lock:
-            if self.released:
+            if self._directories[-1].released:
                 raise ReleasedScratchError(f"the scratch of job {self.job!r} was released; open another one")
             try:
                 directory = self._directories[-1].download(label)
@@ -156,7 +148,7 @@ class JobScratch:
         download = DownloadScratch(self, directory)
         if expect is not None:
             try:
-                download.expect(expect)
+                directory.allotment.expect(expect)
             except BaseException:
                 download.release()
                 raise
@@ -195,11 +187,3 @@ class JobScratch:
 def _release(directories: list[JobDirectory], *, wait: bool = True) -> None:
     for directory in directories:
         directory.release(wait=wait)
-
-
-def _reclaimed(root: Path) -> tuple[Reclaimed, ...]:
-    try:
-        return tuple(reclaim(root))
-    except ScratchError as error:
-        logger.warning("cannot look for what dead processes left: %s", error)
-        return ()

@@ -161,7 +161,8 @@ def _reclaim_one(root_fd: int, place: Path, name: str, *, other_hosts: bool) -> 
         if found.alive is None and not other_hosts:
             logger.info("%s stays, for %s; if it is not needed: nvflare-lazy clean --other-hosts", name, found.reason)
             return None
-        nbytes = remove_tree(name, dir_fd=root_fd)
+        nbytes = tree_size(name, dir_fd=root_fd)
+        remove_tree(name, dir_fd=root_fd)
         # Last, so that no directory is ever without a lease.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{name}.lease", dir_fd=root_fd)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
@@ -12,12 +11,10 @@ from typing import TYPE_CHECKING
 from nvflare_lazy.errors import ScratchGoneError
 from nvflare_lazy.scratch.account import LOOK_EVERY
 from nvflare_lazy.scratch.refusals import named
+from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:
-    from pathlib import Path
-    from types import TracebackType
-
-    from typing_extensions import Buffer, Self
+    from typing_extensions import Buffer
 
     from nvflare_lazy.scratch.directory import DownloadDirectory, OpenForWriting
 
@@ -31,40 +28,30 @@ class ScratchFile:
     Holding one keeps the download's directory.
 
     Args:
-        keep_alive: The handle whose end would remove the directory.
+        owner: The handle whose end would remove the directory.
         directory: The directory.
         name: The file to create in it.
 
     Example:
         >>> file = download.new_file()
-        >>> file.write(header)
         >>> file.pwrite(tensor_bytes, offset)
-        >>> tensors = TensorFile(file.finish())
-        >>> tensors.own(download)
+        >>> received = file.finish()
     """
 
-    def __init__(self, keep_alive: object, directory: DownloadDirectory, name: str) -> None:
-        self.path: Path = directory.path / name
-        self._keep_alive = keep_alive
+    def __init__(self, owner: object, directory: DownloadDirectory, name: str) -> None:
+        self.path = directory.path / name
+        self._owner = owner
         self._directory = directory
         self._file: OpenForWriting = directory.create(name)
         self._lock = threading.RLock()
-        self._position = 0
-        self._end = 0
+        self._end = 0  # where the last byte written ends
         self._held = 0
         self._pending = 0
         self._unseen = 0
-        self._finishing = threading.Lock()
-        self._finished = False
         weakref.finalize(self, directory.close, self._file).atexit = False
 
-    @property
-    def size(self) -> int:
-        """Where the last byte written ends."""
-        return self._end
-
-    def write(self, buffer: Buffer) -> int:
-        """Write all of a buffer where the last `write` ended; return its number of bytes.
+    def pwrite(self, buffer: Buffer, offset: int) -> int:
+        """Write all of a buffer at an offset, from any thread; return its number of bytes.
 
         Raises:
             QuotaExceededError: If the job may not hold that much.
@@ -72,21 +59,25 @@ class ScratchFile:
             ReleasedScratchError: If the download was released, be it in the middle of the write.
             ScratchGoneError: If the directory was deleted underneath.
         """
-        with _bytes_of(buffer) as view:
-            with self._lock:
-                offset = self._position
-                self._position += len(view)
-            return self._write(view, offset)
-
-    def pwrite(self, buffer: Buffer, offset: int) -> int:
-        """Write all of a buffer at an offset, from any thread; return its number of bytes.
-
-        Raises as `write` does.
-        """
         if offset < 0:
             raise ValueError(f"{self.path} has no offset {offset}")
-        with _bytes_of(buffer) as view:
-            return self._write(view, offset)
+        # An empty view cannot always be cast.
+        with (
+            memoryview(buffer) as view,
+            view.cast("B") if view.nbytes else memoryview(b"") as data,
+            self._directory.writing(self._file),
+        ):
+            if offset + len(data) > self._held:
+                self._hold(offset + len(data))
+            done = 0
+            while done < len(data):
+                try:
+                    count = os.pwrite(self._file.fd, data[done : done + _PIECE], offset + done)
+                except OSError as error:
+                    raise named(error, "write to", self.path) from error
+                done += count
+                self._wrote(offset + done, count)
+            return done
 
     def preallocate(self, nbytes: int) -> None:
         """Set aside quota, and disk space where that is cheap, for a file of so many bytes.
@@ -105,50 +96,35 @@ class ScratchFile:
                 there, self._pending = self._pending, 0
             self._directory.allotment.wrote(there)
 
-    def finish(self) -> Path:
-        """Close the file and return where it is; from then on it is only read.
+    def finish(self) -> TensorFile:
+        """Close the file and return it open for reading; it keeps the download's directory until it is closed.
 
         Waits for writes that are running in other threads; later ones raise ValueError.
 
         Raises:
-            ScratchGoneError: If the path does not lead to this file any more.
+            ScratchGoneError: If the file's name in the directory does not lead to it any more.
         """
-        with self._finishing:
-            if not self._finished:
-                self._directory.stop_writing(self._file)
-                with self._directory.writing():
-                    self._finish()
-                self._finished = True
-        return self.path
+        file = None
+        try:
+            with self._directory.writing():
+                if not self._directory.stop_writing(self._file):
+                    raise ValueError(f"{self.path} was finished or closed before")
+                try:
+                    file = TensorFile(self.path, descriptor=self._reopened())
+                finally:
+                    self._directory.close(self._file)
+                file.own(self._owner)
+                self._directory.completed(self.path.name, self._held - self._end, self._pending)
+        except BaseException:
+            if file is not None:
+                file.close()  # the traceback would keep it open
+            raise
+        return file
 
     def close(self) -> None:
         """Close the file as it is, if that has not happened; it stays in the directory until that is released."""
-        with self._finishing:
-            self._directory.stop_writing(self._file)
-            with contextlib.suppress(OSError):
-                self._directory.close(self._file)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _write(self, view: memoryview, offset: int) -> int:
-        with self._directory.writing(self._file):
-            self._hold(offset + len(view))
-            done = 0
-            while done < len(view):
-                try:
-                    count = os.pwrite(self._file.fd, view[done : done + _PIECE], offset + done)
-                except OSError as error:
-                    raise named(error, "write to", self.path) from error
-                done += count
-                self._wrote(offset + done, count)
-                self._directory.check_wanted()
-        return done
+        if self._directory.stop_writing(self._file):
+            self._directory.close(self._file)
 
     def _hold(self, end: int) -> None:
         """Hold what a file that ends there has more than before, holes included: they are filled in later."""
@@ -168,35 +144,28 @@ class ScratchFile:
             look = self._unseen >= LOOK_EVERY
             if look:
                 self._unseen = 0
-        self._directory.allotment.wrote(fresh)
+        if fresh:
+            self._directory.allotment.wrote(fresh)
+        if self._directory.released:
+            raise self._directory.released_error()
         if look and not os.fstat(self._file.fd).st_nlink:
             raise self._gone()
 
-    def _finish(self) -> None:
-        if not self._directory.is_open(self._file):
-            raise ValueError(f"{self.path} was closed before it was finished")
+    def _reopened(self) -> int:
+        """Cut the file to what was written and open it for reading: a forked child must not keep it open to write."""
         try:
             status = os.fstat(self._file.fd)
             if status.st_size > self._end:
                 os.ftruncate(self._file.fd, self._end)
-            self._directory.close(self._file)
-            there = os.stat(self.path, follow_symlinks=False)
+            readable = self._directory.open(self.path.name)
         except OSError as error:
             raise named(error, "finish", self.path) from error
-        if not os.path.samestat(there, status):
+        if not os.path.samestat(os.fstat(readable), status):
+            os.close(readable)
             raise self._gone()
-        with self._lock:
-            self._directory.allotment.give_back(self._held - self._end, self._pending)
-            self._held = self._end
-            self._pending = 0
-        self._directory.completed(self.path.name)
+        return readable
 
     def _gone(self) -> ScratchGoneError:
         return ScratchGoneError(
             f"{self.path} was deleted while it was being written; keep whatever cleans up there away from scratch roots"
         )
-
-
-def _bytes_of(buffer: Buffer) -> memoryview:
-    view = memoryview(buffer)
-    return view.cast("B") if view.nbytes else memoryview(b"")  # an empty one cannot always be cast

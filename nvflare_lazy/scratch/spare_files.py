@@ -47,6 +47,9 @@ class SpareFiles:
         self._files: deque[_Spare] = deque()
         self._closed = False
 
+    def __bool__(self) -> bool:
+        return bool(self._files)
+
     @property
     def nbytes(self) -> int:
         """Bytes on the disk that could be free."""

@@ -11,6 +11,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from nvflare_lazy.tensors.tensor_file import TensorFile
+
 
 class PlainFolder:
     """The files of one download, in a directory that exists already.
@@ -56,10 +58,10 @@ class PlainFile:
         """Give the file its length."""
         os.truncate(self._fd, nbytes)
 
-    def finish(self) -> Path:
-        """Close the file and say where it is."""
+    def finish(self) -> TensorFile:
+        """Close the file and return it open for reading."""
         self.close()
-        return self.path
+        return TensorFile(self.path)
 
     def close(self) -> None:
         """Close the file."""

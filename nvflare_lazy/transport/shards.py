@@ -19,7 +19,6 @@ from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
     from nvflare_lazy.transport.families import Family
     from nvflare_lazy.transport.manifest import Item, Manifest
@@ -41,8 +40,8 @@ class WritableFile(Protocol):
     def preallocate(self, nbytes: int) -> None:
         """Set aside room for a file of so many bytes."""
 
-    def finish(self) -> Path:
-        """Close the file and say where it is."""
+    def finish(self) -> TensorFile:
+        """Close the file and return it open for reading."""
 
     def close(self) -> None:
         """Close the file whatever is in it."""
@@ -110,7 +109,7 @@ class ExactShards:
 
     def finish(self) -> dict[str, Placed]:
         """Close the files and say where each tensor is."""
-        paths = [str(file.finish()) for file in self._files]
+        paths = [file.finish().path for file in self._files]
         names: dict[int, str] = {}
         placed = {}
         for item in self._manifest.items:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from nvflare_lazy.scratch import JobScratch, ScratchRoot
 from nvflare_lazy.scratch.owner import OwnerRecord
-from nvflare_lazy.tensors.tensor_file import TensorFile
+from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
 
 SMALL_DISK = 8 << 20
 
@@ -132,17 +133,15 @@ def start_child() -> Iterator[Callable[..., Child]]:
 
 def write_without_end(file, block: bytes) -> None:
     """Append until something stops it."""
-    while True:
-        file.write(block)
+    for number in itertools.count():
+        file.pwrite(block, number * len(block))
+
+
+def bytes_of(file: TensorFile) -> bytes:
+    """Everything in an open file."""
+    return bytes(FileSource(file, 0, file.size).read())
 
 
 def names(directory: Path) -> list[str]:
     """Everything in a directory, by name."""
     return sorted(os.listdir(directory))
-
-
-def owned(path: Path, owner: object) -> TensorFile:
-    """Open a file that keeps its owner alive."""
-    file = TensorFile(path)
-    file.own(owner)
-    return file

@@ -16,18 +16,17 @@ import pytest
 from nvflare_lazy.errors import NVFlareLazyError, ReleasedScratchError, ScratchError, ScratchGoneError
 from nvflare_lazy.scratch import JobScratch, scratch_file
 from tests import measure
-from tests.scratch.conftest import names, owned
+from tests.scratch.conftest import bytes_of, names
 
 
 def test_written_bytes_are_in_the_file(job):
-    """Appended and positioned writes, of anything with a buffer, in any order."""
+    """Writes of anything with a buffer, in any order."""
     file = job.download().new_file()
-    assert file.write(b"abc") == 3
+    assert file.pwrite(b"abc", 0) == 3
     assert file.pwrite(np.arange(3, dtype="<u2"), 10) == 6
-    assert file.write(memoryview(bytearray(b"de"))) == 2
-    assert file.write(b"") == file.pwrite(np.empty((0, 3)), 99) == 0
-    assert file.size == 16
-    assert file.finish().read_bytes() == b"abcde" + bytes(5) + b"\0\0\1\0\2\0"
+    assert file.pwrite(memoryview(bytearray(b"de")), 3) == 2
+    assert file.pwrite(b"", 0) == file.pwrite(np.empty((0, 3)), 99) == 0
+    assert bytes_of(file.finish()) == b"abcde" + bytes(5) + b"\0\0\1\0\2\0"
 
 
 def test_one_file_from_many_threads(job, monkeypatch):
@@ -37,17 +36,7 @@ def test_one_file_from_many_threads(job, monkeypatch):
     parts = [bytes([number]) * 4321 for number in range(64)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: file.pwrite(parts[number], number * 4321), reversed(range(64))))
-    assert file.finish().read_bytes() == b"".join(parts)
-
-
-def test_threads_that_append(job):
-    """Appends of several threads follow each other whole."""
-    file = job.download().new_file()
-    parts = [bytes([number]) * 999 for number in range(64)]
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(file.write, parts))
-    data = file.finish().read_bytes()
-    assert sorted(data[at : at + 999] for at in range(0, len(data), 999)) == parts
+    assert bytes_of(file.finish()) == b"".join(parts)
 
 
 def test_preallocated_file_ends_where_it_was_written_to(job):
@@ -56,9 +45,9 @@ def test_preallocated_file_ends_where_it_was_written_to(job):
     file = download.new_file()
     file.preallocate(1 << 20)
     assert job.used == 1 << 20
-    file.write(bytes(1000))
+    file.pwrite(bytes(1000), 0)
     assert job.used == 1 << 20
-    assert file.finish().stat().st_size == 1000
+    assert file.finish().size == 1000
     assert job.used == download.nbytes == 1000
     assert job._account._pending == 0
 
@@ -89,22 +78,25 @@ def test_link_in_the_way_is_not_followed(job, tmp_path):
 
 
 def test_finished_file_takes_no_more(job):
-    """Writing to a file that readers may have opened is a mistake, and finishing twice is none."""
+    """Writing to a file that has readers is a mistake, and so is finishing it twice."""
     file = job.download().new_file()
-    file.write(b"abc")
-    assert file.finish() == file.finish() == file.path
+    file.pwrite(b"abc", 0)
+    finished = file.finish()
+    with pytest.raises(ValueError, match="was finished or closed"):
+        file.finish()
     with pytest.raises(ValueError, match="after it was finished"):
-        file.write(b"d")
+        file.pwrite(b"d", 0)
     with pytest.raises(ValueError, match="after it was finished"):
         file.preallocate(100)
-    assert file.path.read_bytes() == b"abc"
+    assert bytes_of(finished) == b"abc"
 
 
 def test_closed_file_is_not_finished(job):
-    """A block that is left without finishing its file leaves none that looks finished."""
-    with job.download().new_file() as file:
-        file.write(b"abc")
-    with pytest.raises(ValueError, match="closed before it was finished"):
+    """A file that is closed as it is does not look finished."""
+    file = job.download().new_file()
+    file.pwrite(b"abc", 0)
+    file.close()
+    with pytest.raises(ValueError, match="was finished or closed"):
         file.finish()
     file.close()
 
@@ -113,7 +105,7 @@ def test_forgotten_file_is_closed(job):
     """A file that is dropped unfinished does not keep its descriptor until its download ends."""
     download = job.download()
     before = len(os.listdir("/proc/self/fd"))
-    download.new_file().write(b"abc")
+    download.new_file().pwrite(b"abc", 0)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -121,18 +113,17 @@ def test_released_download_takes_no_more(job):
     """After release the directory is gone, the bytes are back, and every use raises the error that says so."""
     download = job.download("of site-1")
     file = download.new_file()
-    file.write(bytes(1000))
+    file.pwrite(bytes(1000), 0)
     download.release()
     assert download.released
     assert not download.path.exists()
     assert names(job.path) == []
     assert (job.used, job.peak, download.nbytes) == (0, 1000, 0)
-    uses = [lambda: file.write(b"x"), lambda: file.pwrite(b"x", 0), lambda: file.preallocate(1), file.finish]
-    for use in [*uses, download.new_file, lambda: download.expect(1)]:
+    uses = [lambda: file.pwrite(b"x", 0), lambda: file.preallocate(1), file.finish]
+    for use in [*uses, download.new_file, lambda: download.adopt("x")]:
         with pytest.raises(ReleasedScratchError, match="'of site-1' was released"):
             use()
     file.close()
-    download.settle()
     download.release()
     assert job.used == 0
 
@@ -142,20 +133,6 @@ def test_errors_are_of_one_tree():
     assert issubclass(ReleasedScratchError, ScratchError)
     assert issubclass(ScratchError, NVFlareLazyError)
     assert issubclass(ScratchError, OSError)
-
-
-def test_block_releases(job):
-    """A download that fails in a block leaves nothing behind."""
-
-    def fail() -> None:
-        with job.download() as download:
-            download.new_file().write(bytes(100))
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert names(job.path) == []
-    assert job.used == 0
 
 
 def test_release_of_the_job_releases_its_downloads(root):
@@ -170,7 +147,7 @@ def test_release_of_the_job_releases_its_downloads(root):
     assert all(download.released for download in downloads)
     for file in files:
         with pytest.raises(ReleasedScratchError):
-            file.write(b"x")
+            file.pwrite(b"x", 0)
     with pytest.raises(ReleasedScratchError, match="open another one"):
         job.download()
 
@@ -180,8 +157,8 @@ def test_last_tensor_keeps_the_directory(job):
     download = job.download()
     files = [download.new_file() for _ in range(2)]
     for file in files:
-        file.write(b"abc")
-    sources = [owned(file.finish(), download) for file in files]
+        file.pwrite(b"abc", 0)
+    sources = [file.finish() for file in files]
     path = download.path
     gc.disable()
     try:
@@ -203,8 +180,8 @@ def test_file_being_written_keeps_the_directory(root):
     """Whoever writes to a file needs neither hold its download nor its job."""
     file = JobScratch.open(root, job="job", min_free=0).download().new_file()
     gc.collect()
-    file.write(b"abc")
-    assert file.finish().read_bytes() == b"abc"
+    file.pwrite(b"abc", 0)
+    assert bytes_of(file.finish()) == b"abc"
     del file
     gc.collect()
     assert names(root) == []
@@ -214,8 +191,8 @@ def test_open_files_are_readable_after_release(job):
     """Releasing a download takes its directory, not the bytes under somebody who is reading them."""
     download = job.download()
     file = download.new_file()
-    file.write(b"abc")
-    reader = owned(file.finish(), download)
+    file.pwrite(b"abc", 0)
+    reader = file.finish()
     download.release()
     buffer = bytearray(3)
     reader.read_into(memoryview(buffer), 0)
@@ -226,7 +203,7 @@ def test_download_directory_deleted_underneath(job):
     """Each step notices that the directory is gone and says so; the next download goes well."""
     download = job.download()
     file, unfinished = download.new_file(), download.new_file()
-    file.write(b"abc")
+    file.pwrite(b"abc", 0)
     shutil.rmtree(download.path)
     with pytest.raises(ScratchGoneError, match="deleted"):
         download.new_file()
@@ -237,8 +214,8 @@ def test_download_directory_deleted_underneath(job):
     download.release()
     assert job.used == 0
     after = job.download().new_file()
-    after.write(b"abc")
-    assert after.finish().read_bytes() == b"abc"
+    after.pwrite(b"abc", 0)
+    assert bytes_of(after.finish()) == b"abc"
 
 
 def test_file_deleted_while_it_is_written(job, monkeypatch):
@@ -246,23 +223,27 @@ def test_file_deleted_while_it_is_written(job, monkeypatch):
     monkeypatch.setattr(scratch_file, "LOOK_EVERY", 1 << 20)
     monkeypatch.setattr(scratch_file, "_PIECE", 1 << 18)
     file = job.download().new_file()
-    file.write(bytes(1000))
+    file.pwrite(bytes(1000), 0)
     file.path.unlink()
     with pytest.raises(ScratchGoneError, match="while it was being written"):
-        file.write(bytes(8 << 20))
-    assert file.size < 2 << 20
+        file.pwrite(bytes(8 << 20), 0)
+    assert file._end < 2 << 20
 
 
 def test_file_replaced_by_another(job, tmp_path):
-    """The path that `finish` returns leads to what was written, or it is not returned."""
+    """The file that `finish` returns is the one that was written, wherever its directory is, or none is returned."""
     download = job.download()
-    file = download.new_file()
-    file.write(b"abc")
+    replaced, moved = download.new_file(), download.new_file()
+    for file in (replaced, moved):
+        file.pwrite(b"abc", 0)
+    replaced.path.unlink()
+    replaced.path.write_bytes(b"xyz")
+    with pytest.raises(ScratchGoneError):
+        replaced.finish()
     download.path.rename(tmp_path / "moved")
     download.path.mkdir()
-    file.path.write_bytes(b"xyz")
-    with pytest.raises(ScratchGoneError):
-        file.finish()
+    moved.path.write_bytes(b"xyz")
+    assert bytes_of(moved.finish()) == b"abc"
 
 
 @pytest.mark.parametrize("deleted", ["job", "root"])
@@ -273,8 +254,8 @@ def test_job_directory_deleted_underneath(root, deleted, caplog):
         first = job.path
         shutil.rmtree(job.path if deleted == "job" else root)
         file = job.download().new_file()
-        file.write(b"abc")
-        assert file.finish().read_bytes() == b"abc"
+        file.pwrite(b"abc", 0)
+        assert bytes_of(file.finish()) == b"abc"
         assert job.path != first
         assert "going on in a new one" in caplog.text
         lost.release()
@@ -287,10 +268,8 @@ def test_cycles_do_not_grow(job):
     def cycle(number: int) -> None:
         download = job.download("a label", expect=2000)
         file = download.new_file()
-        file.write(bytes(1000))
-        reader = owned(file.finish(), download)
-        if number % 3 == 0:
-            download.settle()
+        file.pwrite(bytes(1000), 0)
+        reader = file.finish()
         if number % 2:
             download.release()
         elif number % 5 == 0:

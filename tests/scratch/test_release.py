@@ -24,11 +24,11 @@ def write_until_released(download, started):
     block = bytes(32 << 10)
     try:
         while True:
-            with download.new_file() as file:
-                started.set()
-                for number in range(8):
-                    file.pwrite(block, number * len(block))
-                file.finish()
+            file = download.new_file()
+            started.set()
+            for number in range(8):
+                file.pwrite(block, number * len(block))
+            file.finish()
     except Exception as error:
         return error
 
@@ -81,11 +81,11 @@ def test_long_write_is_cut_short(job, monkeypatch):
     download = job.download()
     file = download.new_file()
     with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(file.write, bytes(256 << 20))
-        while file.size == 0:
+        writing = pool.submit(file.pwrite, bytes(256 << 20), 0)
+        while file._end == 0:
             time.sleep(0.001)
         download.release()
-        assert file.size < 256 << 20
+        assert file._end < 256 << 20
         assert isinstance(writing.exception(), ReleasedScratchError)
     assert job.used == 0
 
@@ -111,7 +111,7 @@ def test_release_does_not_hang_with_the_disk(job, monkeypatch, hanging_disk, cap
     download = job.download()
     file = download.new_file()
     with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(file.write, bytes(1000))
+        writing = pool.submit(file.pwrite, bytes(1000), 0)
         while not download._directory._writers:
             time.sleep(0.001)
         download.release()
@@ -130,7 +130,7 @@ def test_release_explains_what_it_broke(job, monkeypatch, hanging_disk):
     download = job.download()
     file = download.new_file()
     with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(file.write, bytes(1000))
+        writing = pool.submit(file.pwrite, bytes(1000), 0)
         while not download._directory._writers:
             time.sleep(0.001)
         download.release()
@@ -190,7 +190,7 @@ def test_collection_in_the_middle_of_everything(root):
     def make_garbage(_):
         for _ in range(100):
             download = job.download(expect=10)
-            download.new_file().write(bytes(100))
+            download.new_file().pwrite(bytes(100), 0)
             circle = [download]
             circle.append(circle)
 
@@ -216,7 +216,7 @@ def test_what_cannot_be_removed_stays_on_the_account(job, monkeypatch, caplog):
     with monkeypatch.context() as patched:
         patched.setattr(directory, "remove_tree", refuse)
         download = job.download()
-        download.new_file().write(bytes(1000))
+        download.new_file().pwrite(bytes(1000), 0)
         download.release()
     assert "cannot remove" in caplog.text
     assert job.used == 1000

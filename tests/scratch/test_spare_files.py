@@ -6,23 +6,28 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from nvflare_lazy.errors import ReleasedSourceError
 from nvflare_lazy.scratch import JobScratch, spare_files
 from nvflare_lazy.tensors.tensor_file import FileSource
-from tests.scratch.conftest import owned
+from tests.scratch.conftest import bytes_of
 
 MIB = 1 << 20
 OLD, NEW = b"o" * (3 * MIB), b"n" * (2 * MIB)
 
 
-def received(download, data=OLD):
+def opened(download, data=OLD):
     file = download.new_file()
     file.preallocate(len(data))
-    file.write(data)
+    file.pwrite(data, 0)
     return file.finish()
+
+
+def received(download, data=OLD):
+    return Path(opened(download, data).path)
 
 
 def spares(job):
@@ -58,8 +63,8 @@ def test_files_that_grow(job):
     download.release()
     download = job.download()
     file = download.new_file()
-    file.write(b"short")
-    assert file.finish().read_bytes() == b"short"
+    file.pwrite(b"short", 0)
+    assert bytes_of(file.finish()) == b"short"
 
 
 def test_small_files_are_not_kept(job):
@@ -73,7 +78,7 @@ def test_small_files_are_not_kept(job):
 def test_a_file_that_is_being_read_is_not_used_again(job):
     """Whoever has it open reads what was in it to the end, also after a release."""
     download = job.download()
-    file = owned(received(download), download)
+    file = opened(download)
     source = FileSource(file, 0, len(OLD))
     download.release()
     assert spares(job) == []
@@ -84,7 +89,7 @@ def test_a_file_that_is_being_read_is_not_used_again(job):
 def test_a_file_that_was_closed_is_used_again(job):
     """Closing and releasing, as `LazyTensorDict.cleanup()` does, keeps it; the old source cannot read the new bytes."""
     download = job.download()
-    file = owned(received(download), download)
+    file = opened(download)
     source = FileSource(file, 0, len(OLD))
     file.close()
     download.release()
@@ -97,7 +102,7 @@ def test_a_file_that_was_closed_is_used_again(job):
 def test_the_last_reference_keeps_it(job):
     """A download whose last tensor goes is over, too."""
     download = job.download()
-    file = owned(received(download), download)
+    file = opened(download)
     source = FileSource(file, 0, len(OLD))
     del download, file, source
     assert spares(job) == [len(OLD)]
