@@ -20,14 +20,7 @@
     │   ├── OutOfSpaceError (OSError)                the disk, the quota or the file size limit is full
     │   ├── TooManyShardsError (ValueError)          the size of a shard is far too small
     │   ├── UnsavableTensorError (TypeError)         not a tensor, or one that has no dense bytes
-    │   └── PromiseError (ValueError)                the tensors are not the ones that were promised
-    │       ├── MissingTensorError                   a promised tensor never came
-    │       ├── IncompleteTensorError                a tensor came, but not all of its bytes
-    │       ├── SurplusTensorError                   a tensor, or bytes of one, that nobody promised
-    │       ├── RepeatedWriteError                   the same bytes of a tensor came twice
-    │       ├── RenamedTensorError                   another tensor than the next one in the promised order
-    │       ├── ReshapedTensorError                  another shape than promised
-    │       └── RetypedTensorError                   another dtype than promised
+    │   └── PromiseError (ValueError)                a tensor is missing, incomplete, unexpected or not as promised
     ├── TransferError (RuntimeError)                 tensors did not get from one process to another
     │   ├── TransferAbortedError                     the job, or somebody in it, called it off
     │   ├── PeerLostError (ConnectionError)          the peer is gone, stalls, or has dropped the tensors
@@ -320,35 +313,7 @@ class UnsavableTensorError(SaveError, TypeError):
 
 
 class PromiseError(SaveError, ValueError):
-    """The tensors are not the ones that were promised for the header."""
-
-
-class MissingTensorError(PromiseError):
-    """The tensors ended before the promised ones did."""
-
-
-class IncompleteTensorError(PromiseError):
-    """Some bytes of a promised tensor were never written."""
-
-
-class SurplusTensorError(PromiseError):
-    """A tensor, or bytes beyond the end of one, that was not promised."""
-
-
-class RepeatedWriteError(PromiseError):
-    """The same bytes of a tensor were written twice."""
-
-
-class RenamedTensorError(PromiseError):
-    """Another tensor came than the next one in the promised order."""
-
-
-class ReshapedTensorError(PromiseError):
-    """A tensor came with another shape than promised."""
-
-
-class RetypedTensorError(PromiseError):
-    """A tensor came with another dtype than promised."""
+    """A promised tensor is missing or incomplete, or another tensor, shape, dtype or byte was written."""
 
 
 class ScratchError(NVFlareLazyError, OSError):

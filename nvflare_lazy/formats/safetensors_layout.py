@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import SafetensorsError, SurplusTensorError, UnsavableTensorError
+from nvflare_lazy.errors import PromiseError, SafetensorsError, UnsavableTensorError
 from nvflare_lazy.formats.safetensors_header import (
     MAX_HEADER_BYTES,
     METADATA_KEY,
@@ -107,7 +107,7 @@ def lay_out(state_dict_meta: Sequence[TensorMeta], metadata: Mapping[str, str] |
     offset = 0
     for meta in in_file_order(state_dict_meta):
         if meta.name in content or meta.name == METADATA_KEY:
-            raise SurplusTensorError(f"{where}: {quoted(meta.name)} is promised twice, or is the metadata's own name")
+            raise PromiseError(f"{where}: {quoted(meta.name)} is promised twice, or is the metadata's own name")
         end = offset + meta.nbytes
         content[meta.name] = {"dtype": meta.dtype, "shape": [*meta.shape], "data_offsets": [offset, end]}
         offset = end

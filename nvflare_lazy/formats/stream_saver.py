@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import (
-    MissingTensorError,
-    RenamedTensorError,
-    ReshapedTensorError,
-    RetypedTensorError,
-    SurplusTensorError,
-    UnsavableTensorError,
-    UnsupportedDtypeError,
-)
+from nvflare_lazy.errors import PromiseError, UnsavableTensorError, UnsupportedDtypeError
 from nvflare_lazy.formats.cast_source import CastSource
 from nvflare_lazy.formats.safetensors_layout import StateDictMeta, TensorMeta, in_file_order
 from nvflare_lazy.formats.streaming_writer import StreamingWriter
@@ -124,12 +116,12 @@ def save_safetensors_streaming(
         for name, tensor in tensor_iter:
             promise = next(expected, None)
             if promise is None:
-                raise SurplusTensorError(f"{target}: {quoted(name)} came after the last promised tensor")
+                raise PromiseError(f"{target}: {quoted(name)} came after the last promised tensor")
             _check_promise(promise, meta_of(name, tensor), target)
             writer.copy(name, bytes_of(name, tensor))
         missing = next(expected, None)
         if missing is not None:
-            raise MissingTensorError(f"{target}: {quoted(missing.name)} and what follows it never came")
+            raise PromiseError(f"{target}: {quoted(missing.name)} and what follows it never came")
         return str(writer.commit())
 
 
@@ -144,10 +136,10 @@ def collect_state_dict_meta(tensor_iter: Iterable[tuple[str, torch.Tensor]]) -> 
 
 def _check_promise(promise: TensorMeta, meta: TensorMeta, where: str) -> None:
     if meta.name != promise.name:
-        raise RenamedTensorError(f"{where}: {quoted(meta.name)} came where {quoted(promise.name)} was promised")
+        raise PromiseError(f"{where}: {quoted(meta.name)} came where {quoted(promise.name)} was promised")
     if meta.dtype != promise.dtype:
-        raise RetypedTensorError(f"{where}: {quoted(meta.name)} came as {meta.dtype}, promised as {promise.dtype}")
+        raise PromiseError(f"{where}: {quoted(meta.name)} came as {meta.dtype}, promised as {promise.dtype}")
     if tuple(meta.shape) != tuple(promise.shape):
-        raise ReshapedTensorError(
+        raise PromiseError(
             f"{where}: {quoted(meta.name)} came in the shape {list(meta.shape)}, promised as {list(promise.shape)}"
         )
