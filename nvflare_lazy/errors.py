@@ -38,12 +38,8 @@
     ├── AggregationError                             contributions could not become one model; there is no result
     │   ├── NothingToAggregateError (ValueError)     no contributor, or no tensor, is left
     │   ├── TooFewContributorsError (ValueError)     fewer than the rule needs to keep its promise
-    │   ├── WeightError (ValueError)                 a weight that is negative, not finite or not given
-    │   │   └── ZeroWeightError                      all weights are zero
-    │   ├── DisagreementError (ValueError)           a contribution does not fit to the others
-    │   │   ├── KeyDisagreementError                 a tensor too few, or one too many
-    │   │   ├── ShapeDisagreementError               a tensor of another shape
-    │   │   └── DtypeDisagreementError               a tensor of another dtype
+    │   ├── WeightError (ValueError)                 a weight is missing, negative or not finite; or all are 0
+    │   ├── DisagreementError (ValueError)           names, shapes or dtypes of a contribution differ
     │   ├── NonFiniteError (ValueError)              NaN or infinity in a contribution
     │   ├── UncomputableTensorError (TypeError)      a dtype that the rule cannot compute with
     │   ├── ReferenceNeededError (ValueError)        the rule needs the global model, and it was not given
@@ -150,27 +146,11 @@ class TooFewContributorsError(AggregationError, ValueError):
 
 
 class WeightError(AggregationError, ValueError):
-    """A weight that is negative, not finite, or missing."""
-
-
-class ZeroWeightError(WeightError):
-    """All weights are zero: a mean of that does not exist."""
+    """A weight that is missing, negative or not finite; or all weights are zero."""
 
 
 class DisagreementError(AggregationError, ValueError):
-    """A contribution does not fit to the others, or to the global model."""
-
-
-class KeyDisagreementError(DisagreementError):
-    """A contribution lacks a tensor, or has one that it should not have."""
-
-
-class ShapeDisagreementError(DisagreementError):
-    """A tensor has another shape than the others have under its name."""
-
-
-class DtypeDisagreementError(DisagreementError):
-    """A tensor has another dtype than the others have under its name."""
+    """A contribution has other tensors, shapes or dtypes than the others, or than the global model."""
 
 
 class NonFiniteError(AggregationError, ValueError):

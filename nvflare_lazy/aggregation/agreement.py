@@ -17,15 +17,7 @@ import torch
 from nvflare_lazy.aggregation.rounding import FLOATS
 from nvflare_lazy.aggregation.tile import Group
 from nvflare_lazy.aggregation.vectors import InputVector, real_numel
-from nvflare_lazy.errors import (
-    DtypeDisagreementError,
-    KeyDisagreementError,
-    NothingToAggregateError,
-    ShapeDisagreementError,
-    UncomputableTensorError,
-    WeightError,
-    ZeroWeightError,
-)
+from nvflare_lazy.errors import DisagreementError, NothingToAggregateError, UncomputableTensorError, WeightError
 from nvflare_lazy.formats.safetensors_layout import TensorMeta, in_file_order
 from nvflare_lazy.tensors import dtypes
 
@@ -87,11 +79,11 @@ def agree(
         on_mismatch: What to do about who differs.
     """
     left_out: dict[str, Exception] = {
-        name: ZeroWeightError("its weight is zero") for name in sorted(contributions) if not weights[name]
+        name: WeightError("its weight is zero") for name in sorted(contributions) if not weights[name]
     }
     names = [name for name in sorted(contributions) if name not in left_out]
     if contributions and not names:
-        raise ZeroWeightError(f"the weights of all contributors are zero: {', '.join(sorted(contributions))}")
+        raise WeightError(f"the weights of all contributors are zero: {', '.join(sorted(contributions))}")
     sent = {name: {key: Spec(part.dtype, part.shape) for key, part in contributions[name].items()} for name in names}
     expected = _expected(sent, reference)
     keys = _common_keys(sent) & expected.keys() if whole_updates else None
@@ -214,25 +206,25 @@ def _disagreement(
     if keys is not None:
         missing = sorted(keys - specs.keys())
         if missing:
-            return KeyDisagreementError(
+            return DisagreementError(
                 f"{name!r} has no tensor {missing[0]!r}{_and_more(missing)}, and the rule compares whole updates: "
                 "exclude what not everybody has, or leave that contribution out, by on_mismatch"
             )
     surplus = sorted(specs.keys() - (expected.keys() if keys is None else keys))
     if surplus:
-        return KeyDisagreementError(
+        return DisagreementError(
             f"{name!r} has a tensor {surplus[0]!r}{_and_more(surplus)} that it should not have: exclude it, or leave "
             "that contribution out, by on_mismatch"
         )
     for key, spec in specs.items():
         right = expected[key]
         if spec.shape != right.shape:
-            return ShapeDisagreementError(
+            return DisagreementError(
                 f"{key!r} of {name!r} has shape {list(spec.shape)}, and should have {list(right.shape)}: send it in "
                 "that shape, or leave that contribution out, by on_mismatch"
             )
         if spec.dtype != right.dtype:
-            return DtypeDisagreementError(
+            return DisagreementError(
                 f"{key!r} of {name!r} is {spec.dtype}, and should be {right.dtype}: send it in that type, or leave "
                 "that contribution out, by on_mismatch"
             )

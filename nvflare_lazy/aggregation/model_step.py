@@ -19,7 +19,7 @@ from nvflare_lazy.aggregation.optimizer_state import ModelFingerprint
 from nvflare_lazy.aggregation.rounding import FLOATS, ROUNDING_BYTES, round_into
 from nvflare_lazy.aggregation.vectors import InputVector, OutputVector, real_dtype, real_numel
 from nvflare_lazy.aggregation.workers import work_through
-from nvflare_lazy.errors import KeyDisagreementError, ShapeDisagreementError, UncomputableTensorError
+from nvflare_lazy.errors import DisagreementError, UncomputableTensorError
 from nvflare_lazy.formats import StreamingWriter
 
 if TYPE_CHECKING:
@@ -134,9 +134,9 @@ class ModelStep:
 
     def _check(self, name: str, update: Part, model: Part | None) -> None:
         if model is None:
-            raise KeyDisagreementError(f"the update has a tensor {name!r} that the model does not have: exclude it")
+            raise DisagreementError(f"the update has a tensor {name!r} that the model does not have: exclude it")
         if update.shape != model.shape or update.dtype.is_complex != model.dtype.is_complex:
-            raise ShapeDisagreementError(
+            raise DisagreementError(
                 f"{name!r} has shape {list(update.shape)} ({update.dtype}) in the update, and {list(model.shape)} "
                 f"({model.dtype}) in the model: send it in that shape, or exclude it"
             )

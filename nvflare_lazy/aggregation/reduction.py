@@ -14,7 +14,7 @@ import torch
 
 from nvflare_lazy.aggregation.exact_mean import MEAN_BYTES, Weights, mean_into, sum_into
 from nvflare_lazy.aggregation.rounding import round_into
-from nvflare_lazy.errors import ZeroWeightError
+from nvflare_lazy.errors import WeightError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +86,7 @@ class LinearCombination(Reduction):
 
     def check(self, group: Group) -> None:
         if not self._rest and not any(self._all[member] for member in group.members):
-            raise ZeroWeightError(
+            raise WeightError(
                 f"{group.names[0]!r} is only there at contributors whose weight is zero: exclude it, or weigh them"
             )
 

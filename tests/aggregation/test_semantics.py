@@ -20,20 +20,16 @@ from nvflare_lazy.aggregation.vectors import OutputVector
 from nvflare_lazy.errors import (
     AggregationCancelledError,
     DisagreementError,
-    DtypeDisagreementError,
-    KeyDisagreementError,
     MemoryBudgetError,
     NonFiniteError,
     NothingToAggregateError,
     OutOfSpaceError,
     ReleasedSourceError,
-    ShapeDisagreementError,
     TooFewContributorsError,
     UncomputableTensorError,
     UnsupportedDtypeError,
     UnsupportedTensorError,
     WeightError,
-    ZeroWeightError,
 )
 from nvflare_lazy.tensors.byte_source import FailedSource
 from nvflare_lazy.tensors.lazy_array import LazyArray
@@ -104,7 +100,7 @@ class TestNames:
         """A tensor that the global model does not have is too much; one that nobody sends is not missed."""
         contributions = {"a": ones(w=((2,), 1.0)), "b": ones(w=((2,), 3.0), backdoor=((2,), 1.0))}
         model = ones(w=((2,), 0.0), frozen=((2,), 0.0))
-        with pytest.raises(KeyDisagreementError, match="'b' has a tensor 'backdoor' that it should not have"):
+        with pytest.raises(DisagreementError, match="'b' has a tensor 'backdoor' that it should not have"):
             Aggregation().run(contributions, out, reference=model)
         result = Aggregation(on_mismatch="leave_out").run(contributions, out, reference=model)
         assert result.tensors["w"].tolist() == [1, 1]
@@ -115,7 +111,7 @@ class TestNames:
         contributions = {name: ones(w=((2,), float(index)), v=((2,), 0.0)) for index, name in enumerate("abcd")}
         del contributions["a"]["v"]
         contributions["d"]["extra"] = torch.ones(1)
-        with pytest.raises(KeyDisagreementError, match="'a' has no tensor 'v'"):
+        with pytest.raises(DisagreementError, match="'a' has no tensor 'v'"):
             Aggregation("median").run(contributions, out)
         result = Aggregation("median", on_mismatch="leave_out").run(contributions, out)
         assert result.report.contributors == ("b", "c")
@@ -126,8 +122,8 @@ class TestShapesAndTypes:
     """What contributors must agree on."""
 
     CASES = (
-        (torch.zeros(2, 1), ShapeDisagreementError, r"'w' of 'b' has shape \[2, 1\], and should have \[2\]"),
-        (torch.zeros(2).half(), DtypeDisagreementError, "'w' of 'b' is torch.float16, and should be torch.float32"),
+        (torch.zeros(2, 1), DisagreementError, r"'w' of 'b' has shape \[2, 1\], and should have \[2\]"),
+        (torch.zeros(2).half(), DisagreementError, "'w' of 'b' is torch.float16, and should be torch.float32"),
         (torch.zeros(2).to_sparse(), UnsupportedTensorError, "'w' of 'b': a sparse"),
         ([1.0, 2.0], UnsupportedTensorError, "'w' of 'b': a list is neither a tensor nor an array"),
         (np.array(["x", "y"]), UnsupportedDtypeError, "'w' of 'b': <U1 arrays"),
@@ -207,11 +203,11 @@ class TestWeights:
         for rule in ("mean", "median"):
             result = Aggregation(rule).run(contributions, out, weights={"a": 1, "b": 0, "c": 1})
             assert result.tensors["w"].tolist() == [2, 2]
-            assert isinstance(result.report.left_out["b"], ZeroWeightError)
+            assert isinstance(result.report.left_out["b"], WeightError)
 
     def test_all_zero(self, out):
         """There is no mean of that."""
-        with pytest.raises(ZeroWeightError, match="weights of all contributors are zero: a, b"):
+        with pytest.raises(WeightError, match="weights of all contributors are zero: a, b"):
             aggregate({"a": ones(w=((1,), 1.0)), "b": ones(w=((1,), 1.0))}, out, weights={"a": 0, "b": 0})
 
     @given(st.floats(1e-300, 1e300))
@@ -493,7 +489,7 @@ class TestProvenance:
         assert said["rule"] == {"name": "mean"}
         assert said["params_type"] == "DIFF"
         assert said["weights"] == {"a": 0.25, "b": 0.75}
-        assert said["left_out"]["c"].startswith("ShapeDisagreementError: 'w' of 'c'")
+        assert said["left_out"]["c"].startswith("DisagreementError: 'w' of 'c'")
 
     def test_report_as_callback(self, out):
         """`aggregate` returns the model; who wants to know more, asks."""
