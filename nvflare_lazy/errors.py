@@ -25,11 +25,7 @@
     │   ├── TransferAbortedError                     the job, or somebody in it, called it off
     │   ├── PeerLostError (ConnectionError)          the peer is gone, stalls, or has dropped the tensors
     │   │   └── SegmentsBlockedError                 something between lets NVFlare's messages pass, but not ours
-    │   └── ProtocolError (ValueError)               what the peer sent breaks the rules of the transfer
-    │       ├── BadManifestError                     its list of tensors cannot be true
-    │       ├── BadItemError                         an item is truncated, corrupt or lies about itself
-    │       ├── DuplicateItemError                   an item came twice
-    │       └── MissingItemError                     an item that was promised never came
+    │   └── ProtocolError (ValueError)               the peer sent damaged, false, repeated or missing tensors
     ├── JobError (RuntimeError)                      a federated job cannot go on as configured
     │   ├── InitialModelError                        there is no model to begin with
     │   ├── JobCheckpointError                       the checkpoint of a job cannot be written or gone on from
@@ -342,22 +338,6 @@ class SegmentsBlockedError(PeerLostError):
 
 class ProtocolError(TransferError, ValueError):
     """What the peer sent breaks the rules of the transfer; nothing of it is used."""
-
-
-class BadManifestError(ProtocolError):
-    """The peer's list of names, types and shapes cannot be true."""
-
-
-class BadItemError(ProtocolError):
-    """An item is truncated, corrupt, or not what its header says."""
-
-
-class DuplicateItemError(ProtocolError):
-    """The same item came twice."""
-
-
-class MissingItemError(ProtocolError):
-    """An item that the payload refers to never came."""
 
 
 class JobError(NVFlareLazyError, RuntimeError):

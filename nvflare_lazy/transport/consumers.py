@@ -18,7 +18,6 @@ from nvflare.apis.signal import Signal
 from nvflare.fuel.f3.streaming.download_service import Consumer, download_object
 
 from nvflare_lazy.errors import (
-    BadManifestError,
     NVFlareLazyError,
     PeerLostError,
     ProtocolError,
@@ -173,7 +172,7 @@ class PayloadConsumer(Consumer):
 
     def _take_segments(self, link: Link, offer: wire.Offer) -> None:
         if offer.items > manifests.MOST_ITEMS or offer.manifest_nbytes > manifests.MOST_BYTES:
-            raise BadManifestError(
+            raise ProtocolError(
                 f"{link.from_fqcn} offers {offer.items} tensors in a list of {offer.manifest_nbytes} bytes; "
                 f"at most {manifests.MOST_ITEMS} in {manifests.MOST_BYTES} are taken"
             )
@@ -185,7 +184,7 @@ class PayloadConsumer(Consumer):
         Fetch(link, wire.MANIFEST, offer.manifest_nbytes, write, first_news=_FIRST_NEWS_SECONDS).run()
         manifest = manifests.decode(listed, self.family, link.from_fqcn)
         if len(manifest.items) != offer.items or manifest.nbytes != offer.nbytes:
-            raise BadManifestError(
+            raise ProtocolError(
                 f"{link.from_fqcn} offers {offer.items} tensors of {offer.nbytes} bytes, but lists "
                 f"{len(manifest.items)} of {manifest.nbytes}"
             )

@@ -26,7 +26,7 @@ from nvflare.fuel.utils.fobs import FOBSContextKey, dots
 from nvflare.fuel.utils.fobs.datum import Datum, DatumType
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 
-from nvflare_lazy.errors import MissingItemError, NVFlareLazyError, ProtocolError
+from nvflare_lazy.errors import NVFlareLazyError, ProtocolError
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
@@ -204,7 +204,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         batch = batches.find(content) if isinstance(batches, Batches) else None
         item_id = item_of(content)
         if batch is None:
-            raise MissingItemError(f"{content} belongs to a payload that is not there")
+            raise ProtocolError(f"{content} belongs to a payload that is not there")
         if isinstance(batch, RemoteBatch):
             cell = manager.fobs_ctx.get(FOBSContextKey.CELL)
             described = self._described(data)
@@ -214,7 +214,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         if isinstance(batch, FailedBatch):
             return batch.value(self.family, *self._described(data))
         if item_id not in batch:
-            raise MissingItemError(f"the tensor {item_id} was promised, and did not come with the others")
+            raise ProtocolError(f"the tensor {item_id} was promised, and did not come with the others")
         return batch[item_id]
 
     def _described(self, data: dict[str, Any]) -> tuple[Any, tuple[int, ...] | None]:

@@ -19,7 +19,7 @@ from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.message import Message
 
-from nvflare_lazy.errors import BadItemError, PeerLostError, SegmentsBlockedError, TransferAbortedError
+from nvflare_lazy.errors import PeerLostError, ProtocolError, SegmentsBlockedError, TransferAbortedError
 from nvflare_lazy.transport import wire
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ class Fetch:
                 return
             piece = memoryview(b"" if payload is None else payload).cast("B")
             if len(piece) != count:
-                self._fail(BadItemError(f"{origin} sent {len(piece)} bytes where {count} were asked for"))
+                self._fail(ProtocolError(f"{origin} sent {len(piece)} bytes where {count} were asked for"))
                 return
             del self._under_way[offset]
             self._writing += count

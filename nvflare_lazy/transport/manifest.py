@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from nvflare_lazy.errors import BadManifestError
+from nvflare_lazy.errors import ProtocolError
 
 if TYPE_CHECKING:
     from nvflare_lazy.transport.families import Family
@@ -104,14 +104,14 @@ def decode(data: bytes | bytearray | memoryview, family: Family, peer: str) -> M
     """Read a manifest from the wire.
 
     Raises:
-        BadManifestError: If it cannot be true.
+        ProtocolError: If it cannot be true.
     """
     try:
         return _Decoder(data, family).manifest()
-    except BadManifestError as error:
-        raise BadManifestError(f"{peer} announces tensors that cannot be: {error}") from None
+    except ProtocolError as error:
+        raise ProtocolError(f"{peer} announces tensors that cannot be: {error}") from None
     except (ValueError, TypeError, msgpack.exceptions.UnpackException, UnicodeDecodeError) as error:
-        raise BadManifestError(f"the list of tensors from {peer} is damaged: {error}") from None
+        raise ProtocolError(f"the list of tensors from {peer} is damaged: {error}") from None
 
 
 def default_name(index: int) -> str:
@@ -137,54 +137,54 @@ class _Decoder:
     def manifest(self) -> Manifest:
         version, family, count, total = self._next(4)
         if version != VERSION or family != self._family.name:
-            raise BadManifestError(f"version {version!r} of a list of {family!r} where {self._family.name} was due")
+            raise ProtocolError(f"version {version!r} of a list of {family!r} where {self._family.name} was due")
         if not _is_count(count) or count > MOST_ITEMS:
-            raise BadManifestError(f"{count!r} tensors, and at most {MOST_ITEMS} are taken")
+            raise ProtocolError(f"{count!r} tensors, and at most {MOST_ITEMS} are taken")
         items: list[Item] = []
         names: set[str] = set()
         end = 0
         for index in range(count):
             item = self._item(index, end)
             if item.name in names:
-                raise BadManifestError(f"two tensors are called {item.name!r}")
+                raise ProtocolError(f"two tensors are called {item.name!r}")
             names.add(item.name)
             items.append(item)
             end = max(end, item.offset + item.nbytes)
         if next(iter(self._unpacker), None) is not None:
-            raise BadManifestError(f"it goes on after the {count} tensors that it counts")
+            raise ProtocolError(f"it goes on after the {count} tensors that it counts")
         if end != total:
-            raise BadManifestError(f"the tensors have {end} bytes, and {total!r} were announced")
+            raise ProtocolError(f"the tensors have {end} bytes, and {total!r} were announced")
         return Manifest(tuple(items), end)
 
     def _next(self, length: int) -> tuple[Any, ...]:
         try:
             value = next(self._unpacker)
         except StopIteration:
-            raise BadManifestError("it ends before the last tensor") from None
+            raise ProtocolError("it ends before the last tensor") from None
         if not isinstance(value, tuple) or len(value) != length:
-            raise BadManifestError(f"a record of {length} fields was due")
+            raise ProtocolError(f"a record of {length} fields was due")
         return value
 
     def _item(self, index: int, end: int) -> Item:
         name, encoded, shape, alias = self._next(4)
         name = default_name(index) if name is None else name
         if not isinstance(name, str) or not name or name == "__metadata__":
-            raise BadManifestError(f"{name!r} cannot be the name of a tensor")
+            raise ProtocolError(f"{name!r} cannot be the name of a tensor")
         if not isinstance(shape, tuple) or len(shape) > _MOST_AXES or not all(_is_count(size) for size in shape):
-            raise BadManifestError(f"{name} has the shape {str(shape)[:80]}")
+            raise ProtocolError(f"{name} has the shape {str(shape)[:80]}")
         dtype = self._family.decode_dtype(encoded)
         if dtype is None:
-            raise BadManifestError(f"{name} is of the unknown type {str(encoded)[:80]!r}")
+            raise ProtocolError(f"{name} is of the unknown type {str(encoded)[:80]!r}")
         nbytes = self._family.nbytes(dtype, shape)
         # An axis without elements hides none of the others: their strides would not fit into 63 bits.
         if end + self._family.nbytes(dtype, tuple(max(size, 1) for size in shape)) > _MOST_TOTAL:
-            raise BadManifestError(f"{name} is too large, with the shape {str(shape)[:80]}")
+            raise ProtocolError(f"{name} is too large, with the shape {str(shape)[:80]}")
         if alias is None:
             if nbytes:
                 self._first[end] = nbytes
             return Item(name, dtype, shape, nbytes, end, False)
         if self._first.get(alias) != nbytes:
-            raise BadManifestError(f"{name} shares the bytes of a tensor that is not there, at {alias!r}")
+            raise ProtocolError(f"{name} shares the bytes of a tensor that is not there, at {alias!r}")
         return Item(name, dtype, shape, nbytes, alias, True)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from nvflare_lazy.errors import DuplicateItemError
+from nvflare_lazy.errors import ProtocolError
 from nvflare_lazy.transport.consumers import PayloadConsumer
 from nvflare_lazy.transport.sinks import MemorySink
 from nvflare_lazy.transport.stock_items import unpack_item
@@ -75,7 +75,7 @@ class MemoryConsumer(PayloadConsumer):
     def _deliver(self, name: str, value: Any, result: dict[str, Any]) -> None:
         with self._lock:
             if name in self._seen:
-                raise DuplicateItemError(f"{self._peer} sent {name!r} twice")
+                raise ProtocolError(f"{self._peer} sent {name!r} twice")
             self._seen.add(name)
             if self._received_cb is None:
                 result[name] = value

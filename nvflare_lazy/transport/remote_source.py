@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
 from nvflare.fuel.f3.streaming.download_service import ProduceRC, request_download_chunk
 
-from nvflare_lazy.errors import BadItemError, MissingItemError, PeerLostError, SegmentsBlockedError
+from nvflare_lazy.errors import PeerLostError, ProtocolError, SegmentsBlockedError
 from nvflare_lazy.tensors.byte_source import ByteSource, MemorySource
 from nvflare_lazy.transport import nvflare_private, offload, wire
 from nvflare_lazy.transport.fetching import Fetch, Link
@@ -81,7 +81,7 @@ def _whole_item(ref: Any, family: Family, link: Link) -> Any:
     """Fetch one item in NVFlare's form: all a sender without this package can do."""
     index = ref.item_id.removeprefix("T")
     if not index.isdigit():
-        raise MissingItemError(f"{ref.item_id!r} is not what NVFlare calls an item of a payload")
+        raise ProtocolError(f"{ref.item_id!r} is not what NVFlare calls an item of a payload")
     reply = request_download_chunk(
         from_fqcn=link.from_fqcn,
         ref_id=link.ref_id,
@@ -98,8 +98,8 @@ def _whole_item(ref: Any, family: Family, link: Link) -> Any:
         raise PeerLostError(f"{link.from_fqcn} does not send {ref.item_id}: {code}")
     items = payload.get(nvflare_private.DATA)
     if payload.get(nvflare_private.STATUS) != ProduceRC.OK or not items:
-        raise MissingItemError(f"{link.from_fqcn} has no {ref.item_id}")
+        raise ProtocolError(f"{link.from_fqcn} has no {ref.item_id}")
     for name, dtype, shape, data in unpack_item(family, items[0], link.from_fqcn):
         if name == ref.item_id:
             return family.lazy(MemorySource(bytes(data)), dtype, shape)
-    raise BadItemError(f"{link.from_fqcn} sent another item than {ref.item_id}")
+    raise ProtocolError(f"{link.from_fqcn} sent another item than {ref.item_id}")

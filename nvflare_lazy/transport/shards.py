@@ -14,7 +14,7 @@ from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from nvflare_lazy.errors import DuplicateItemError
+from nvflare_lazy.errors import ProtocolError
 from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
 
 if TYPE_CHECKING:
@@ -142,11 +142,11 @@ class RollingShards:
         """Write one tensor.
 
         Raises:
-            DuplicateItemError: If there was one of that name already.
+            ProtocolError: If there was one of that name already.
         """
         with self._lock:
             if name in self.placed:
-                raise DuplicateItemError(f"the tensor {name!r} came twice; the sender has to send each once")
+                raise ProtocolError(f"the tensor {name!r} came twice; the sender has to send each once")
             header_bytes = _HEADER_ENTRY_BYTES + 6 * len(name) + 20 * len(shape)
             if self._shard is None or not self._shard.has_room(header_bytes):
                 if self._shard is not None:

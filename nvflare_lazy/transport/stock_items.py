@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nvflare_lazy.errors import BadItemError, FormatError, UnsupportedDtypeError
+from nvflare_lazy.errors import FormatError, ProtocolError, UnsupportedDtypeError
 from nvflare_lazy.formats.safetensors_header import parse_message
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.lazy_array import LazyArray
@@ -47,14 +47,14 @@ def unpack_item(family: Family, item: Any, peer: str) -> Iterator[tuple[str, Any
     """Read what NVFlare sent: name, dtype, shape and bytes of each tensor in it.
 
     Raises:
-        BadItemError: If it is not what its header says.
+        ProtocolError: If it is not what its header says.
     """
     if not isinstance(item, (bytes, bytearray, memoryview)):
-        raise BadItemError(f"{peer} sent a {type(item).__name__} where the bytes of a tensor were due")
+        raise ProtocolError(f"{peer} sent a {type(item).__name__} where the bytes of a tensor were due")
     try:
         yield from (_arrays if family is NUMPY else _tensors)(item, peer)
     except (FormatError, ValueError, EOFError, OSError, zipfile.BadZipFile, NotImplementedError, KeyError) as error:
-        raise BadItemError(f"{peer} sent a damaged item: {error}") from error
+        raise ProtocolError(f"{peer} sent a damaged item: {error}") from error
 
 
 def _header(name: str, dtype: Any, shape: tuple[int, ...]) -> bytes:
@@ -78,12 +78,12 @@ def _tensors(item: Any, peer: str) -> Iterator[tuple[str, Any, tuple[int, ...], 
     for name, span in header.tensors.items():
         row = span.element_type
         if row.torch is None:
-            raise BadItemError(f"{peer} sent {name} as {row.name}, which this release of torch does not have")
+            raise ProtocolError(f"{peer} sent {name} as {row.name}, which this release of torch does not have")
         shape = span.shape
         if row.packed > 1 and shape:
             shape = (*shape[:-1], shape[-1] // row.packed)
         if TORCH.nbytes(row.torch, shape) != span.end - span.begin:
-            raise BadItemError(f"{peer} sent {name} with a row that ends inside of a byte")
+            raise ProtocolError(f"{peer} sent {name} with a row that ends inside of a byte")
         yield name, row.torch, shape, data[span.begin : span.end]
 
 
@@ -95,7 +95,7 @@ def _arrays(item: Any, peer: str) -> Iterator[tuple[str, Any, tuple[int, ...], m
             dtype, shape, fortran, start = _array_header(data)
             elements = data[start:]
             if dtype.hasobject or len(elements) != NUMPY.nbytes(dtype, shape):
-                raise BadItemError(f"{peer} sent {info.filename} with {len(elements)} bytes for {shape} of {dtype}")
+                raise ProtocolError(f"{peer} sent {info.filename} with {len(elements)} bytes for {shape} of {dtype}")
             if fortran and len(shape) > 1:
                 turned = np.frombuffer(elements, dtype).reshape(shape[::-1]).T
                 elements = array_bytes(np.ascontiguousarray(turned))
@@ -106,12 +106,12 @@ def _member(archive: memoryview, info: zipfile.ZipInfo, peer: str) -> memoryview
     """Return the bytes of a stored member where they lie, after checking them."""
     lengths = archive[info.header_offset + 26 : info.header_offset + 30]
     if info.compress_type != zipfile.ZIP_STORED or len(lengths) != 4:
-        raise BadItemError(f"{peer} sent {info.filename} in a form that NVFlare does not use")
+        raise ProtocolError(f"{peer} sent {info.filename} in a form that NVFlare does not use")
     name_bytes, extra_bytes = struct.unpack("<HH", lengths)
     start = info.header_offset + 30 + name_bytes + extra_bytes
     data = archive[start : start + info.file_size]
     if len(data) != info.file_size or zlib.crc32(data) != info.CRC:
-        raise BadItemError(f"{peer} sent {info.filename} truncated or damaged: its checksum is wrong")
+        raise ProtocolError(f"{peer} sent {info.filename} truncated or damaged: its checksum is wrong")
     return data
 
 
@@ -120,7 +120,7 @@ def _array_header(data: memoryview) -> tuple[np.dtype[Any], tuple[int, ...], boo
     version = np.lib.format.read_magic(stream)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read is None:
-        raise BadItemError(f"an array of format version {version}, which NVFlare does not send")
+        raise ProtocolError(f"an array of format version {version}, which NVFlare does not send")
     shape, fortran, dtype = read(stream)
     return dtype, shape, fortran, stream.tell()
 

@@ -14,7 +14,7 @@ import torch
 from nvflare.fuel.f3.streaming.download_service import DownloadService, DownloadStatus, ProduceRC
 from nvflare.fuel.f3.streaming.obj_downloader import ObjectDownloader
 
-from nvflare_lazy.errors import BadItemError, DuplicateItemError, TransferAbortedError, UnsupportedDtypeError
+from nvflare_lazy.errors import ProtocolError, TransferAbortedError, UnsupportedDtypeError
 from nvflare_lazy.formats.safetensors_header import parse_message
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
@@ -148,7 +148,7 @@ def test_items_twice(consumer):
         if consumer is TensorConsumer
         else bytes(items_of(ArrayDownloadable({"a": np.ones(3)}, 1))[0])
     )
-    with pytest.raises(DuplicateItemError):
+    with pytest.raises(ProtocolError):
         consumer().consume_items([data, data], None)
 
 
@@ -164,7 +164,7 @@ def test_damaged_arrays():
     objects = io.BytesIO()
     np.savez(objects, a=np.array([{}], dtype=object))
     for bad in (bytes(damaged), good[:-30], b"PK", b"", stream.getvalue(), objects.getvalue()):
-        with pytest.raises(BadItemError):
+        with pytest.raises(ProtocolError):
             ArrayConsumer().consume_items([bad], None)
 
 

@@ -87,8 +87,8 @@ def test_abort(net, to_disk):
 @pytest.mark.parametrize(
     ("fault", "error", "text"),
     [
-        ("cuts short", "BadItemError", f"{SEGMENT_BYTES - 1} bytes where {SEGMENT_BYTES}"),
-        ("sends too much", "BadItemError", f"{SEGMENT_BYTES + 1} bytes where {SEGMENT_BYTES}"),
+        ("cuts short", "ProtocolError", f"{SEGMENT_BYTES - 1} bytes where {SEGMENT_BYTES}"),
+        ("sends too much", "ProtocolError", f"{SEGMENT_BYTES + 1} bytes where {SEGMENT_BYTES}"),
         ("fails", "PeerLostError", "the disk of the sender has died"),
     ],
 )
@@ -119,7 +119,7 @@ def test_lying_list(net, lie):
     """A list of tensors that cannot be true is refused before anything is set aside for it."""
     ref_id = net["site_1"].call(bad_senders.offer, 1, f"list: {lie}")
     outcome = net["server"].call(bad_senders.receive, "site-1", ref_id)
-    assert_failed(outcome, "BadManifestError", "site-1")
+    assert_failed(outcome, "ProtocolError", "site-1")
 
 
 def test_lost_messages(net):
@@ -180,13 +180,13 @@ BAD_ITEMS = {
 def test_bad_items(net, name, to_disk):
     """Items of a sender without the plugin that are damaged, or lie about themselves."""
     ref_id = net["site_1"].call(bad_senders.offer_items, BAD_ITEMS[name])
-    assert_failed(net["server"].call(bad_senders.receive, "site-1", ref_id, to_disk=to_disk), "BadItemError")
+    assert_failed(net["server"].call(bad_senders.receive, "site-1", ref_id, to_disk=to_disk), "ProtocolError")
 
 
 def test_duplicate_item(net, to_disk):
     """The same item twice."""
     ref_id = net["site_1"].call(bad_senders.offer_items, [GOOD, GOOD])
-    assert_failed(net["server"].call(bad_senders.receive, "site-1", ref_id, to_disk=to_disk), "DuplicateItemError")
+    assert_failed(net["server"].call(bad_senders.receive, "site-1", ref_id, to_disk=to_disk), "ProtocolError")
 
 
 def test_names_are_no_paths(net, tmp_path_factory):

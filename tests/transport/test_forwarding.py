@@ -143,8 +143,8 @@ def test_missing_items(net, sender):
     send(net, sender, "server", kind="ten")
     net[sender].call(scenes.leave_out_last, False)
     outcomes = net["server"].call(scenes.how_it_failed)
-    assert {outcome for outcome in outcomes if not outcome.startswith("nothing")} == {"MissingItemError"}
-    assert net["server"].call(scenes.failure) == "MissingItemError"
+    assert {outcome for outcome in outcomes if not outcome.startswith("nothing")} == {"ProtocolError"}
+    assert net["server"].call(scenes.failure) == "ProtocolError"
 
 
 RUBBISH = [

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvflare_lazy.errors import BadManifestError
+from nvflare_lazy.errors import ProtocolError
 from nvflare_lazy.transport import manifest as manifests
 from nvflare_lazy.transport.families import NUMPY, TORCH
 
@@ -42,7 +42,7 @@ def test_round_trip(items):
 @given(st.binary(max_size=200))
 def test_rubbish(data):
     """Whatever bytes come, they are a list or a named error."""
-    with contextlib.suppress(BadManifestError):
+    with contextlib.suppress(ProtocolError):
         manifests.decode(data, TORCH, "site-1")
 
 
@@ -54,7 +54,7 @@ def test_damage(items, data):
     encoded[place] = data.draw(st.integers(0, 255))
     try:
         read = manifests.decode(encoded, TORCH, "site-1")
-    except BadManifestError:
+    except ProtocolError:
         return
     assert all(item.offset + item.nbytes <= read.nbytes for item in read.items)
 
@@ -91,12 +91,12 @@ def test_types_of_arrays(dtype):
 def test_types_that_are_none(encoded):
     """Types that do not exist, or would run code when read."""
     data = b"".join(msgpack.packb(x) for x in ([1, "numpy", 1, 0], [None, encoded, [0], None]))
-    with pytest.raises(BadManifestError):
+    with pytest.raises(ProtocolError):
         manifests.decode(data, NUMPY, "site-1")
 
 
 def test_kinds_do_not_mix():
     """A list of arrays is not taken for one of tensors."""
     laid = manifests.lay_out([("a", np.dtype("f4"), (3,), 12, None)])
-    with pytest.raises(BadManifestError, match="a list of 'numpy' where torch was due"):
+    with pytest.raises(ProtocolError, match="a list of 'numpy' where torch was due"):
         manifests.decode(manifests.encode(laid, NUMPY), TORCH, "site-1")
