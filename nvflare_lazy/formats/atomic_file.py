@@ -17,7 +17,7 @@ import weakref
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from nvflare_lazy.errors import OutOfSpaceError, SaveError
+from nvflare_lazy.errors import DiskFullError, SaveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -150,7 +150,7 @@ class AtomicFile:
         except OSError as error:
             if error.errno not in _OUT_OF_SPACE:
                 raise
-            raise OutOfSpaceError(
+            raise DiskFullError(
                 error.errno,
                 f"no room for {self.path} ({error.strerror}); nothing was written: free some space, or save elsewhere",
             ) from error

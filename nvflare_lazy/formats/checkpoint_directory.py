@@ -11,7 +11,7 @@ import os
 from collections import defaultdict
 from typing import TYPE_CHECKING, NoReturn
 
-from nvflare_lazy.errors import AmbiguousCheckpointError, MissingShardError, UnknownFormatError
+from nvflare_lazy.errors import MissingShardError, ShardError, UnknownFormatError
 from nvflare_lazy.formats.shard_index import agreed, is_index
 from nvflare_lazy.formats.shard_names import INDEX_SUFFIX, SUFFIX, ShardName, parse_shard_name, stem_of
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
@@ -40,9 +40,7 @@ def open_directory(directory: str, open_file: Callable[[str], LazyTensorDict]) -
     if superseded:
         counting += [name[: -len(INDEX_SUFFIX)] for name in superseded]
     if len(counting) > 1:
-        raise AmbiguousCheckpointError(
-            f"{directory} holds more than one checkpoint ({', '.join(counting)}): name the one to open"
-        )
+        raise ShardError(f"{directory} holds more than one checkpoint ({', '.join(counting)}): name the one to open")
     if counting:
         return open_file(os.path.join(directory, counting[0]))
     shards = _without_index(directory, sorted(files))
@@ -100,7 +98,7 @@ def _open_all(directory: str, files: list[str], open_file: Callable[[str], LazyT
         opened.append(shard.metadata)
         for tensor, entry in shard.entries.items():
             if tensor in home:
-                raise AmbiguousCheckpointError(
+                raise ShardError(
                     f"{directory}: tensor {tensor!r} is in {home[tensor]} and in {name}: name the file to open"
                 )
             home[tensor] = name

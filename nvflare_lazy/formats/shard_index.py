@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import MissingShardError, SafetensorsError, ShardIndexError, ShardPathError
+from nvflare_lazy.errors import MissingShardError, SafetensorsError, ShardError, ShardIndexError
 from nvflare_lazy.formats.strict_json import JsonCursor
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.tensor_file import TensorFile
@@ -97,7 +97,7 @@ def agreed(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 def _shard(name: str, where: str) -> str:
     if os.path.basename(name) != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
-        raise ShardPathError(
+        raise ShardError(
             f"{where} names the file {quoted(name)}; an index may only name files of its own directory, without a path"
         )
     return name

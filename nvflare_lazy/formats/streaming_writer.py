@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nvflare_lazy._text import parse_size, quoted
-from nvflare_lazy.errors import PromiseError, TooManyShardsError
+from nvflare_lazy.errors import PromiseError, SaveError
 from nvflare_lazy.formats.atomic_file import AtomicFile
 from nvflare_lazy.formats.copying import TILE_BYTES, copy_into
 from nvflare_lazy.formats.publishing import publish_file, publish_shards
@@ -226,7 +226,7 @@ def _shards(
         return [list(state_dict_meta)]
     shards = split_into_shards(state_dict_meta, most)
     if len(shards) > _MOST_SHARDS:
-        raise TooManyShardsError(
+        raise SaveError(
             f"{path} would have {len(shards)} shards, of which {_MOST_SHARDS} are possible; "
             f"choose a max_shard_size of more than {max_shard_size}"
         )

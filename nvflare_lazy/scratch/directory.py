@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nvflare_lazy.errors import ForkedScratchError, ReleasedScratchError, ScratchError
+from nvflare_lazy.errors import ReleasedScratchError, ScratchError
 from nvflare_lazy.scratch.descriptors import close_private, keep_private
 from nvflare_lazy.scratch.refusals import named
 from nvflare_lazy.scratch.trees import make_private_directory, remove_tree
@@ -98,7 +98,7 @@ class DownloadDirectory:
             ReleasedScratchError: If the directory was released before, or is when the block is left.
         """
         if os.getpid() != self._pid:
-            raise ForkedScratchError(
+            raise ScratchError(
                 f"the scratch of download {self.title} belongs to process {self._pid}, which forked this one; open a "
                 "JobScratch in each process"
             )

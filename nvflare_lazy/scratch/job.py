@@ -14,7 +14,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import parse_size
-from nvflare_lazy.errors import ForkedScratchError, ReleasedScratchError, ScratchError, ScratchGoneError
+from nvflare_lazy.errors import ReleasedScratchError, ScratchError, ScratchGoneError
 from nvflare_lazy.scratch.account import SpaceAccount, min_free_bytes
 from nvflare_lazy.scratch.download import DownloadScratch
 from nvflare_lazy.scratch.file_systems import RootReport, describe_root
@@ -131,7 +131,7 @@ class JobScratch:
         if expect is not None and expect < 0:
             raise ValueError(f"a download of {expect} bytes")
         if os.getpid() != self._pid:
-            raise ForkedScratchError(
+            raise ScratchError(
                 f"the scratch of job {self.job!r} belongs to process {self._pid}, which forked this one; open a "
                 "JobScratch in each process"
             )

@@ -20,10 +20,10 @@ from nvflare_lazy.aggregation.vectors import OutputVector
 from nvflare_lazy.errors import (
     AggregationCancelledError,
     DisagreementError,
+    DiskFullError,
     MemoryBudgetError,
     NonFiniteError,
     NothingToAggregateError,
-    OutOfSpaceError,
     ReleasedSourceError,
     TooFewContributorsError,
     UncomputableTensorError,
@@ -351,7 +351,7 @@ class TestFailures:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         try:
-            with pytest.raises(OutOfSpaceError):
+            with pytest.raises(DiskFullError):
                 aggregate({"a": ones(w=((50_000,), 1.0))}, out)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import nvflare_lazy
-from nvflare_lazy.errors import OutOfSpaceError, SaveError
+from nvflare_lazy.errors import DiskFullError, SaveError
 from nvflare_lazy.formats import save
 from nvflare_lazy.formats.atomic_file import AtomicFile
 from tests.formats.killed_saves import AFTER, BEFORE
@@ -186,7 +186,7 @@ def test_full_disk(small_disk: Path, file_system, max_shard_size: str | None) ->
     save(TENSORS, small_disk / "model.safetensors")
     free = os.statvfs(small_disk).f_bfree
     large = {str(index): torch.zeros(1 << 15) for index in range(10)}
-    with pytest.raises(OutOfSpaceError, match=r"no room for .*nothing was written: free some space") as caught:
+    with pytest.raises(DiskFullError, match=r"no room for .*nothing was written: free some space") as caught:
         save(large, small_disk / "model.safetensors", max_shard_size=max_shard_size)
     assert caught.value.errno == errno.ENOSPC
     assert isinstance(caught.value, OSError)
@@ -201,7 +201,7 @@ def test_limit_on_the_size_of_a_file(tmp_path: Path) -> None:
         "import resource, sys, torch, nvflare_lazy\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         "try:\n    nvflare_lazy.save({'a': torch.zeros(1 << 20)}, sys.argv[1])\n"
-        "except nvflare_lazy.errors.OutOfSpaceError as error:\n    print(error)\n"
+        "except nvflare_lazy.errors.DiskFullError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "m"], capture_output=True, text=True, check=True)
     assert "no room for" in done.stdout

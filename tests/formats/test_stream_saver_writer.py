@@ -102,7 +102,7 @@ def test_incomplete_and_surplus(tmp_path: Path, write, error, message) -> None:
 def test_offsets_are_not_negative(tmp_path: Path, offset: int) -> None:
     """A negative offset would write into the tensor before."""
     with (
-        pytest.raises(PromiseError, match="not 2 to 5|promised"),
+        pytest.raises(PromiseError, match="as promised, not -"),
         StreamingWriter(tmp_path / "m", [TensorMeta("a", "U8", [4])]) as writer,
     ):
         writer.write("a", offset, b"12345"[:4])

@@ -118,7 +118,7 @@ def test_end_of_the_interpreter_cleans_up(start_child, root, monkeypatch, how):
 
 FORKING = """
 import os, sys
-from nvflare_lazy.errors import ForkedScratchError
+from nvflare_lazy.errors import (ScratchError)
 from nvflare_lazy.scratch import JobScratch, current_job_scratch, reclaim, use_job_scratch
 
 job = JobScratch.open(sys.argv[1], job="of the parent", min_free=0)
@@ -132,7 +132,7 @@ if os.fork() == 0:
     for use in uses:
         try:
             use()
-        except ForkedScratchError as error:
+        except ScratchError as error:
             assert "JobScratch in each process" in str(error)
             refused += 1
     reclaimed = reclaim(sys.argv[1], other_hosts=True)
