@@ -3,62 +3,62 @@
 
     NVFlareLazyError
     ├── LazyTensorError
-    │   ├── ImmutableTensorError (RuntimeError)       an in-place write to a lazy tensor or array
-    │   ├── SourceError (OSError)                     the bytes behind a tensor cannot be read any more
-    │   │   ├── TruncatedSourceError                  fewer bytes than the tensor's shape promises
-    │   │   ├── ReleasedSourceError                   the scratch it lived in has been given back
-    │   │   └── UnsupportedTensorError                no dense elements in the file: sparse, quantized, meta
-    │   └── UnsupportedDtypeError (TypeError)         a dtype that the asked-for form cannot hold
-    ├── ScratchError (OSError)                        the scratch directory of a job cannot be used as asked
-    │   ├── QuotaExceededError                        more bytes than the job's quota
-    │   ├── DiskFullError (SaveError)                 no space left, or less than has to stay free
-    │   ├── ScratchGoneError                          a scratch directory was deleted underneath
-    │   ├── ScratchPermissionError (PermissionError)  not ours to use, or not safe to use
-    │   └── ReleasedScratchError                      a write after the scratch was given back
-    ├── SaveError                                     a checkpoint was not written; what was there before still is
-    │   ├── UnsavableTensorError (TypeError)          not a tensor, or one that has no dense bytes
-    │   └── PromiseError (ValueError)                 a tensor is missing, incomplete, unexpected or not as promised
-    ├── TransferError (RuntimeError)                  tensors did not get from one process to another
-    │   ├── TransferAbortedError                      the job, or somebody in it, called it off
-    │   ├── PeerLostError (ConnectionError)           the peer is gone, stalls, or has dropped the tensors
-    │   │   └── SegmentsBlockedError                  something between lets NVFlare's messages pass, but not ours
-    │   └── ProtocolError (ValueError)                the peer sent damaged, false, repeated or missing tensors
-    ├── JobError (RuntimeError)                       a federated job cannot go on as configured
-    │   ├── InitialModelError                         there is no model to begin with
-    │   ├── JobCheckpointError                        the checkpoint of a job cannot be written or gone on from
-    │   ├── UnfitResultError (ValueError)             a client's result does not fit the global model
-    │   └── TooFewResultsError                        fewer usable results in a round than the job asks for
-    ├── AggregationError                              contributions could not become one model; there is no result
-    │   ├── NothingToAggregateError (ValueError)      no contributor, or no tensor, is left
-    │   ├── TooFewContributorsError (ValueError)      fewer than the rule needs to keep its promise
-    │   ├── WeightError (ValueError)                  a weight is missing, negative or not finite; or all are 0
-    │   ├── DisagreementError (ValueError)            names, shapes or dtypes of a contribution differ
-    │   ├── NonFiniteError (ValueError)               NaN or infinity in a contribution
-    │   ├── UncomputableTensorError (TypeError)       a dtype that the rule cannot compute with
-    │   ├── ReferenceNeededError (ValueError)         the rule needs the global model, and it was not given
-    │   ├── MemoryBudgetError (ValueError)            a budget too small for even the smallest tiles
-    │   ├── AggregationCancelledError                 the caller called it off
-    │   └── OptimizerStateError                       a server optimizer's state does not belong to the model
-    └── FormatError (ValueError)                      a file is not what it claims to be
-        ├── UnknownFormatError                        none of the kinds of file that can be opened
-        ├── CheckpointError                           a PyTorch checkpoint that cannot be opened
-        │   ├── ArchiveError                          the zip or tar around it is broken or plays tricks
-        │   │   ├── CompressedRecordError             a record is compressed: it cannot be read in part
-        │   │   ├── EncryptedRecordError              a record is encrypted
-        │   │   ├── OverlappingRecordError            two records share bytes
-        │   │   ├── DuplicateRecordError              two records have the same name
-        │   │   ├── RecordNameError                   a record's name tries to leave the archive
-        │   │   └── TorchScriptError                  a TorchScript program, which is code
-        │   ├── MalformedPickleError                  its pickle is damaged, or larger in memory than on disk
-        │   ├── ForbiddenGlobalError                  its pickle names what is not part of a state dict
-        │   ├── StorageError (LookupError)            a storage that is not there, cut short or of another size
-        │   ├── TensorGeometryError                   a tensor that reaches out of its storage
-        │   ├── NameCollisionError                    two tensors whose joined names are the same
-        │   └── SectionError (LookupError)            the section asked for is not there
-        ├── SafetensorsError                          breaks a rule of the safetensors format, which `rule` names
-        └── ShardError                                the files of a sharded checkpoint do not make a whole
-            ├── ShardIndexError                       the index is not JSON with a weight map
-            └── MissingShardError                     a shard, or a tensor in one, is not there
+    │   ├── ImmutableTensorError (RuntimeError)      an in-place write to a lazy tensor or array
+    │   ├── SourceError (OSError)                    the bytes behind a tensor cannot be read any more
+    │   │   ├── TruncatedSourceError                 fewer bytes than the tensor's shape promises
+    │   │   ├── ReleasedSourceError                  the scratch it lived in has been given back
+    │   │   └── UnsupportedTensorError               no dense elements in the file: sparse, quantized, meta
+    │   └── UnsupportedDtypeError (TypeError)        a dtype that the asked-for form cannot hold
+    ├── ScratchError (OSError)                       the scratch directory of a job cannot be used as asked
+    │   ├── QuotaExceededError                       more bytes than the job's quota
+    │   ├── DiskFullError (SaveError)                no space left, or less than has to stay free
+    │   ├── ScratchGoneError                         a scratch directory was deleted underneath
+    │   ├── ScratchPermissionError (PermissionError) not ours to use, or not safe to use
+    │   └── ReleasedScratchError                     a write after the scratch was given back
+    ├── SaveError                                    a checkpoint was not written; what was there before still is
+    │   ├── UnsavableTensorError (TypeError)         not a tensor, or one that has no dense bytes
+    │   └── PromiseError (ValueError)                a tensor is missing, incomplete, unexpected or not as promised
+    ├── TransferError (RuntimeError)                 tensors did not get from one process to another
+    │   ├── TransferAbortedError                     the job, or somebody in it, called it off
+    │   ├── PeerLostError (ConnectionError)          the peer is gone, stalls, or has dropped the tensors
+    │   │   └── SegmentsBlockedError                 something between lets NVFlare's messages pass, but not ours
+    │   └── ProtocolError (ValueError)               the peer sent damaged, false, repeated or missing tensors
+    ├── JobError (RuntimeError)                      a federated job cannot go on as configured
+    │   ├── InitialModelError                        there is no model to begin with
+    │   ├── JobCheckpointError                       the checkpoint of a job cannot be written or gone on from
+    │   ├── UnfitResultError (ValueError)            a client's result does not fit the global model
+    │   └── TooFewResultsError                       fewer usable results in a round than the job asks for
+    ├── AggregationError                             contributions could not become one model; there is no result
+    │   ├── NothingToAggregateError (ValueError)     no contributor, or no tensor, is left
+    │   ├── TooFewContributorsError (ValueError)     fewer than the rule needs to keep its promise
+    │   ├── WeightError (ValueError)                 a weight is missing, negative or not finite; or all are 0
+    │   ├── DisagreementError (ValueError)           names, shapes or dtypes of a contribution differ
+    │   ├── NonFiniteError (ValueError)              NaN or infinity in a contribution
+    │   ├── UncomputableTensorError (TypeError)      a dtype that the rule cannot compute with
+    │   ├── ReferenceNeededError (ValueError)        the rule needs the global model, and it was not given
+    │   ├── MemoryBudgetError (ValueError)           a budget too small for even the smallest tiles
+    │   ├── AggregationCancelledError                the caller called it off
+    │   └── OptimizerStateError                      a server optimizer's state does not belong to the model
+    └── FormatError (ValueError)                     a file is not what it claims to be
+        ├── UnknownFormatError                       none of the kinds of file that can be opened
+        ├── CheckpointError                          a PyTorch checkpoint that cannot be opened
+        │   ├── ArchiveError                         the zip or tar around it is broken or plays tricks
+        │   │   ├── CompressedRecordError            a record is compressed: it cannot be read in part
+        │   │   ├── EncryptedRecordError             a record is encrypted
+        │   │   ├── OverlappingRecordError           two records share bytes
+        │   │   ├── DuplicateRecordError             two records have the same name
+        │   │   ├── RecordNameError                  a record's name tries to leave the archive
+        │   │   └── TorchScriptError                 a TorchScript program, which is code
+        │   ├── MalformedPickleError                 its pickle is damaged, or larger in memory than on disk
+        │   ├── ForbiddenGlobalError                 its pickle names what is not part of a state dict
+        │   ├── StorageError (LookupError)           a storage that is not there, cut short or of another size
+        │   ├── TensorGeometryError                  a tensor that reaches out of its storage
+        │   ├── NameCollisionError                   two tensors whose joined names are the same
+        │   └── SectionError (LookupError)           the section asked for is not there
+        ├── SafetensorsError                         breaks a rule of the safetensors format, which `rule` names
+        └── ShardError                               the files of a sharded checkpoint do not make a whole
+            ├── ShardIndexError                      the index is not JSON with a weight map
+            └── MissingShardError                    a shard, or a tensor in one, is not there
 
 Each message names the file, tensor or peer it is about, and ends with what to do where there is something to do.
 """
