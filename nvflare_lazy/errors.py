@@ -1,46 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every exception this package raises on purpose, one tree, so that one `except` can catch any branch of it.
+"""The exceptions of this package, as one tree: a class exists where a caller can act on it.
 
     NVFlareLazyError
-    ├── LazyTensorError
+    ├── LazyTensorError                              a lazy tensor or array cannot do what is asked of it
     │   ├── ImmutableTensorError (RuntimeError)      an in-place write to a lazy tensor or array
-    │   ├── SourceError (OSError)                    the bytes behind a tensor cannot be read any more
-    │   │   ├── TruncatedSourceError                 fewer bytes than the tensor's shape promises
-    │   │   ├── ReleasedSourceError                  the scratch it lived in has been given back
-    │   │   └── UnsupportedTensorError               no dense elements in the file: sparse, quantized, meta
-    │   └── UnsupportedDtypeError (TypeError)        a dtype that the asked-for form cannot hold
-    ├── ScratchError (OSError)                       the scratch directory of a job cannot be used as asked
+    │   ├── SourceError (OSError)                    the bytes of a tensor cannot be read
+    │   │   ├── TruncatedSourceError                 the file is shorter than when it was opened
+    │   │   ├── SourceReleasedError                  the tensor's scratch was released
+    │   │   └── UnsupportedTensorError               no dense elements: sparse, quantized, meta
+    │   └── UnsupportedDtypeError (TypeError)        a dtype that the target format does not support
+    ├── ScratchError (OSError)                       the scratch directory of a job cannot be used
     │   ├── QuotaExceededError                       more bytes than the job's quota
     │   ├── DiskFullError (SaveError)                no space left, or less than has to stay free
-    │   ├── ScratchGoneError                         a scratch directory was deleted underneath
-    │   ├── ScratchPermissionError (PermissionError) not ours to use, or not safe to use
-    │   └── ReleasedScratchError                     a write after the scratch was given back
-    ├── SaveError                                    a checkpoint was not written; what was there before still is
-    │   ├── UnsavableTensorError (TypeError)         not a tensor, or one that has no dense bytes
-    │   └── PromiseError (ValueError)                a tensor is missing, incomplete, unexpected or not as promised
-    ├── TransferError (RuntimeError)                 tensors did not get from one process to another
-    │   ├── TransferAbortedError                     the job, or somebody in it, called it off
-    │   ├── PeerLostError (ConnectionError)          the peer is gone, stalls, or has dropped the tensors
-    │   │   └── SegmentsBlockedError                 something between lets NVFlare's messages pass, but not ours
-    │   └── ProtocolError (ValueError)               the peer sent damaged, false, repeated or missing tensors
-    ├── JobError (RuntimeError)                      a federated job cannot go on as configured
-    │   ├── InitialModelError                        there is no model to begin with
-    │   ├── JobCheckpointError                       the checkpoint of a job cannot be written or gone on from
-    │   ├── UnfitResultError (ValueError)            a client's result does not fit the global model
-    │   └── TooFewResultsError                       fewer usable results in a round than the job asks for
-    ├── AggregationError                             contributions could not become one model; there is no result
+    │   ├── ScratchDeletedError                      the scratch directory was deleted while in use
+    │   ├── ScratchPermissionError (PermissionError) owned by another user, or not safe to use
+    │   └── ScratchReleasedError                     a write after the scratch was released
+    ├── SaveError                                    a checkpoint was not written; the previous one is unchanged
+    │   ├── UnserializableTensorError (TypeError)    not a tensor, or a tensor without dense bytes
+    │   └── MetadataMismatchError (ValueError)       the tensors are not the ones that were announced
+    ├── TransferError (RuntimeError)                 tensors were not transferred between processes
+    │   ├── TransferAbortedError                     the job ended or was aborted
+    │   ├── PeerLostError (ConnectionError)          the peer stopped, stalls, or released the tensors
+    │   │   └── SegmentTimeoutError                  NVFlare's messages pass, but not requests for segments
+    │   └── ProtocolError (ValueError)               damaged, false, repeated or missing tensors
+    ├── JobError (RuntimeError)                      a federated job cannot continue as configured
+    │   ├── InitialModelError                        the initial model is missing or unusable
+    │   ├── JobCheckpointError                       the job's checkpoint cannot be written or resumed
+    │   ├── ResultMismatchError (ValueError)         a client's result does not match the global model
+    │   └── TooFewResultsError                       fewer usable results in a round than required
+    ├── AggregationError                             contributions were not aggregated; there is no result
     │   ├── NothingToAggregateError (ValueError)     no contributor, or no tensor, is left
-    │   ├── TooFewContributorsError (ValueError)     fewer than the rule needs to keep its promise
-    │   ├── WeightError (ValueError)                 a weight is missing, negative or not finite; or all are 0
-    │   ├── DisagreementError (ValueError)           names, shapes or dtypes of a contribution differ
+    │   ├── TooFewContributorsError (ValueError)     fewer contributors than the rule requires
+    │   ├── WeightError (ValueError)                 a weight is missing, negative or not finite, or all are 0
+    │   ├── MismatchError (ValueError)               names, shapes or dtypes of a contribution differ
     │   ├── NonFiniteError (ValueError)              NaN or infinity in a contribution
-    │   ├── UncomputableTensorError (TypeError)      a dtype that the rule cannot compute with
-    │   ├── ReferenceNeededError (ValueError)        the rule needs the global model, and it was not given
-    │   ├── MemoryBudgetError (ValueError)           a budget too small for even the smallest tiles
-    │   ├── AggregationCancelledError                the caller called it off
-    │   └── OptimizerStateError                      a server optimizer's state does not belong to the model
-    └── FormatError (ValueError)                     a file is not what it claims to be
-        ├── UnknownFormatError                       none of the kinds of file that can be opened
+    │   ├── AggregationDtypeError (TypeError)        a dtype that the rule cannot compute with
+    │   ├── MissingReferenceError (ValueError)       the rule requires the global model
+    │   ├── MemoryBudgetError (ValueError)           the budget is too small for the smallest tiles
+    │   ├── AggregationCancelledError                the caller cancelled the aggregation
+    │   └── OptimizerStateError                      a server optimizer's state does not match the model
+    └── FormatError (ValueError)                     a file breaks the rules of its format
+        ├── UnknownFormatError                       not a checkpoint of a supported format
         ├── CheckpointError                          a PyTorch checkpoint that cannot be opened
         │   ├── ArchiveError                         the zip or tar around it is broken or plays tricks
         │   │   ├── CompressedRecordError            a record is compressed: it cannot be read in part
@@ -55,12 +55,12 @@
         │   ├── TensorGeometryError                  a tensor that reaches out of its storage
         │   ├── NameCollisionError                   two tensors whose joined names are the same
         │   └── SectionError (LookupError)           the section asked for is not there
-        ├── SafetensorsError                         breaks a rule of the safetensors format, which `rule` names
-        └── ShardError                               the files of a sharded checkpoint do not make a whole
+        ├── SafetensorsError                         breaks a rule of the format, named by `rule`
+        └── ShardError                               the files of a sharded checkpoint do not belong together
             ├── ShardIndexError                      the index is not JSON with a weight map
-            └── MissingShardError                    a shard, or a tensor in one, is not there
+            └── MissingShardError                    a shard, or a tensor in a shard, is missing
 
-Each message names the file, tensor or peer it is about, and ends with what to do where there is something to do.
+Each message names the file, tensor or peer and the problem, and ends with the remedy if there is one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from typing import Literal
 SafetensorsRule = Literal[
     "header-truncated",  # the bytes end before the header does
     "header-too-large",  # the header is longer than the format, or the caller, allows
-    "header-start",  # the header does not begin with a brace
+    "header-start",  # the header does not start with a brace
     "header-encoding",  # the header is not UTF-8, or spells out half a surrogate pair, which UTF-8 cannot hold
     "header-json",  # the header is not JSON, or not an object of objects
     "header-padding",  # something other than spaces follows the header's JSON
@@ -93,54 +93,54 @@ SafetensorsRule = Literal[
 
 
 class NVFlareLazyError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of the exceptions of this package."""
 
 
 class LazyTensorError(NVFlareLazyError):
-    """A lazy tensor or array was used in a way it cannot serve."""
+    """A lazy tensor or array cannot do what is asked of it."""
 
 
 class ImmutableTensorError(LazyTensorError, RuntimeError):
-    """An in-place write to a lazy tensor: its bytes belong to a file that others read too."""
+    """An in-place write to a lazy tensor: its bytes belong to a file that other tensors read."""
 
 
 class SourceError(LazyTensorError, OSError):
-    """The bytes behind a lazy tensor cannot be read."""
+    """The bytes of a lazy tensor cannot be read."""
 
 
 class TruncatedSourceError(SourceError):
-    """The source ended before the tensor did: the file was truncated or replaced after it was opened."""
+    """The source is too short for the tensor: the file was truncated or replaced after it was opened."""
 
 
-class ReleasedSourceError(SourceError):
-    """The tensor's bytes were released on purpose, for example by `LazyTensorDict.cleanup()`."""
+class SourceReleasedError(SourceError):
+    """The tensor's bytes were released, for example by `LazyTensorDict.cleanup()`."""
 
 
 class UnsupportedDtypeError(LazyTensorError, TypeError):
-    """A dtype that the target form (NumPy, safetensors) has no place for."""
+    """A dtype that the target format (NumPy, safetensors) does not support."""
 
 
 class UnsupportedTensorError(SourceError):
-    """A tensor of a checkpoint has no dense elements that could be read: it is sparse, quantized or meta."""
+    """A tensor of a checkpoint has no dense elements to read: it is sparse, quantized or meta."""
 
 
 class AggregationError(NVFlareLazyError):
-    """Contributions could not be aggregated; nothing of the result was left behind."""
+    """Contributions could not be aggregated; no output was written."""
 
 
 class NothingToAggregateError(AggregationError, ValueError):
-    """There is no contributor, or no tensor, or none is left."""
+    """There are no contributors or no tensors, or all were skipped or excluded."""
 
 
 class TooFewContributorsError(AggregationError, ValueError):
-    """Fewer contributors than the rule needs to keep its promise."""
+    """Fewer contributors than the rule requires."""
 
 
 class WeightError(AggregationError, ValueError):
-    """A weight that is missing, negative or not finite; or all weights are zero."""
+    """A weight is missing, negative or not finite, or all weights are zero."""
 
 
-class DisagreementError(AggregationError, ValueError):
+class MismatchError(AggregationError, ValueError):
     """A contribution has other tensors, shapes or dtypes than the others, or than the global model."""
 
 
@@ -148,24 +148,24 @@ class NonFiniteError(AggregationError, ValueError):
     """A contribution contains NaN or infinity."""
 
 
-class UncomputableTensorError(AggregationError, TypeError):
-    """A tensor of a dtype that the aggregation rule cannot compute with."""
+class AggregationDtypeError(AggregationError, TypeError):
+    """A tensor has a dtype that the aggregation rule cannot compute with."""
 
 
-class ReferenceNeededError(AggregationError, ValueError):
-    """The aggregation rule needs the global model, and it was not given."""
+class MissingReferenceError(AggregationError, ValueError):
+    """The aggregation rule requires the global model, and it was not passed."""
 
 
 class MemoryBudgetError(AggregationError, ValueError):
-    """The memory budget is too small for even the smallest tiles."""
+    """The memory budget is too small for the smallest tiles."""
 
 
 class AggregationCancelledError(AggregationError):
-    """The caller called the aggregation off."""
+    """The caller cancelled the aggregation."""
 
 
 class OptimizerStateError(AggregationError):
-    """The state of a server optimizer on the disk does not belong to the model it should update."""
+    """The stored state of a server optimizer does not belong to the model that it should update."""
 
 
 class FormatError(NVFlareLazyError, ValueError):
@@ -173,7 +173,7 @@ class FormatError(NVFlareLazyError, ValueError):
 
 
 class UnknownFormatError(FormatError):
-    """The content is none of the kinds of file that can be opened; the message says what it looks like."""
+    """The content is not a checkpoint of a supported format; the message says what it looks like."""
 
 
 class CheckpointError(FormatError):
@@ -248,7 +248,7 @@ class SafetensorsError(FormatError):
 
 
 class ShardError(FormatError):
-    """The files of a sharded checkpoint do not make a whole."""
+    """The files of a sharded checkpoint do not belong together: for example, two of them hold the same tensor."""
 
 
 class ShardIndexError(ShardError):
@@ -256,80 +256,80 @@ class ShardIndexError(ShardError):
 
 
 class MissingShardError(ShardError):
-    """A file that a sharded checkpoint needs, or a tensor that should be in it, is not there."""
+    """A file of a sharded checkpoint, or a tensor that it should contain, is missing."""
 
 
 class SaveError(NVFlareLazyError):
-    """A checkpoint was not written. What was there before still is, and nothing else was left behind."""
+    """A checkpoint was not written. The previous one is unchanged, and no other file was left."""
 
 
-class UnsavableTensorError(SaveError, TypeError):
-    """A value that is not a tensor, or a tensor without dense bytes (sparse, quantized, on the meta device)."""
+class UnserializableTensorError(SaveError, TypeError):
+    """A value is not a tensor, or is a tensor without dense bytes (sparse, quantized, on the meta device)."""
 
 
-class PromiseError(SaveError, ValueError):
-    """A promised tensor is missing or incomplete, or another tensor, shape, dtype or byte was written."""
+class MetadataMismatchError(SaveError, ValueError):
+    """A tensor is missing, incomplete, unexpected or written twice, or its shape or dtype was announced otherwise."""
 
 
 class ScratchError(NVFlareLazyError, OSError):
-    """The scratch space cannot be used as asked."""
+    """The scratch directory of a job cannot be used."""
 
 
 class QuotaExceededError(ScratchError):
-    """More bytes than the job may keep on disk."""
+    """More bytes than the scratch quota of the job."""
 
 
 class DiskFullError(ScratchError, SaveError):
     """The disk, the user's disk quota or the limit on file sizes is full, or less is free than has to stay free."""
 
 
-class ScratchGoneError(ScratchError):
-    """A scratch directory was deleted underneath the process that leased it."""
+class ScratchDeletedError(ScratchError):
+    """A scratch directory was deleted while a process used it."""
 
 
 class ScratchPermissionError(ScratchError, PermissionError):
-    """A scratch directory belongs to somebody else, or others could change what is in it."""
+    """A scratch directory belongs to another user, or other users could change its contents."""
 
 
-class ReleasedScratchError(ScratchError):
-    """The scratch was given back, by an abort for one; what is being written to it is not wanted any more."""
+class ScratchReleasedError(ScratchError):
+    """A write to scratch that was released, for example because the job was aborted."""
 
 
 class TransferError(NVFlareLazyError, RuntimeError):
-    """Tensors did not get from one process to another."""
+    """Tensors were not transferred from one process to another."""
 
 
 class TransferAbortedError(TransferError):
-    """The transfer was called off: the job ended, or its abort signal was triggered."""
+    """The transfer was cancelled: the job ended, or its abort signal was triggered."""
 
 
 class PeerLostError(TransferError, ConnectionError):
-    """The peer does not answer any more, or no longer has the tensors it offered."""
+    """The peer no longer answers, or no longer has the tensors that it offered."""
 
 
-class SegmentsBlockedError(PeerLostError):
-    """The peer offers segments, but requests for them do not reach it; whole tensors are fetched instead."""
+class SegmentTimeoutError(PeerLostError):
+    """The peer offers segments, but requests for them do not reach it; whole tensors are transferred instead."""
 
 
 class ProtocolError(TransferError, ValueError):
-    """What the peer sent breaks the rules of the transfer; nothing of it is used."""
+    """The peer sent tensors that are damaged, false, repeated or missing; none of them is used."""
 
 
 class JobError(NVFlareLazyError, RuntimeError):
-    """A federated job cannot go on as it is configured."""
+    """A federated job cannot continue as configured."""
 
 
 class InitialModelError(JobError):
-    """The model a job begins with cannot be opened, made or found."""
+    """The initial model of a job is missing, or cannot be opened or created."""
 
 
 class JobCheckpointError(JobError):
-    """A job's checkpoint cannot be written, or is not one the job can go on from."""
+    """A job's checkpoint cannot be written, or the job cannot resume from it."""
 
 
-class UnfitResultError(JobError, ValueError):
-    """A client's result has other tensors, shapes or types than the global model."""
+class ResultMismatchError(JobError, ValueError):
+    """A client's result has other tensors, shapes or dtypes than the global model."""
 
 
 class TooFewResultsError(JobError):
-    """A round ended with fewer usable results than the job asks for."""
+    """A round ended with fewer usable results than the job requires."""

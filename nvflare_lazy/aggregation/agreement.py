@@ -17,7 +17,7 @@ import torch
 from nvflare_lazy.aggregation.rounding import FLOATS
 from nvflare_lazy.aggregation.tile import Group
 from nvflare_lazy.aggregation.vectors import InputVector, real_numel
-from nvflare_lazy.errors import DisagreementError, NothingToAggregateError, UncomputableTensorError, WeightError
+from nvflare_lazy.errors import AggregationDtypeError, MismatchError, NothingToAggregateError, WeightError
 from nvflare_lazy.formats.safetensors_layout import TensorMeta, in_file_order
 from nvflare_lazy.tensors import dtypes
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from nvflare_lazy.aggregation.contributions import Part
-    from nvflare_lazy.errors import DisagreementError
+    from nvflare_lazy.errors import MismatchError
 
 #: What to do about a contribution that does not fit to the others.
 MismatchPolicy = Literal["error", "leave_out"]
@@ -146,9 +146,7 @@ def groups_of(
         of_reference = None if reference is None else reference[key].dtype
         together.setdefault((spec.dtype, agreement.holders[key], of_reference), []).append(key)
         if of_reference is not None and of_reference.is_complex != spec.dtype.is_complex:
-            raise UncomputableTensorError(
-                f"{key!r} is {spec.dtype}, but {of_reference} in the global model: exclude it"
-            )
+            raise AggregationDtypeError(f"{key!r} is {spec.dtype}, but {of_reference} in the global model: exclude it")
     groups = []
     for index, ((dtype, members, _), keys) in enumerate(together.items()):
         contributors = tuple(agreement.names[member] for member in members)
@@ -176,7 +174,7 @@ def meta_of(specs: Mapping[str, Spec]) -> list[TensorMeta]:
 def _in_order(specs: dict[str, Spec]) -> dict[str, Spec]:
     for key, spec in specs.items():
         if spec.dtype not in _COMPUTABLE:
-            raise UncomputableTensorError(f"{key!r} is {spec.dtype}, which has no mean: exclude it")
+            raise AggregationDtypeError(f"{key!r} is {spec.dtype}, which has no mean: exclude it")
     # As they lie in the file that is written, and in most that are read: neighbours are read with one request.
     return {meta.name: specs[meta.name] for meta in in_file_order(meta_of(specs))}
 
@@ -202,29 +200,29 @@ def _common_keys(sent: Mapping[str, Mapping[str, Spec]]) -> frozenset[str]:
 
 def _disagreement(
     name: str, specs: Mapping[str, Spec], expected: Mapping[str, Spec], keys: frozenset[str] | None
-) -> DisagreementError | None:
+) -> MismatchError | None:
     if keys is not None:
         missing = sorted(keys - specs.keys())
         if missing:
-            return DisagreementError(
+            return MismatchError(
                 f"{name!r} has no tensor {missing[0]!r}{_and_more(missing)}, and the rule compares whole updates: "
                 "exclude what not everybody has, or leave that contribution out, by on_mismatch"
             )
     surplus = sorted(specs.keys() - (expected.keys() if keys is None else keys))
     if surplus:
-        return DisagreementError(
+        return MismatchError(
             f"{name!r} has a tensor {surplus[0]!r}{_and_more(surplus)} that it should not have: exclude it, or leave "
             "that contribution out, by on_mismatch"
         )
     for key, spec in specs.items():
         right = expected[key]
         if spec.shape != right.shape:
-            return DisagreementError(
+            return MismatchError(
                 f"{key!r} of {name!r} has shape {list(spec.shape)}, and should have {list(right.shape)}: send it in "
                 "that shape, or leave that contribution out, by on_mismatch"
             )
         if spec.dtype != right.dtype:
-            return DisagreementError(
+            return MismatchError(
                 f"{key!r} of {name!r} is {spec.dtype}, and should be {right.dtype}: send it in that type, or leave "
                 "that contribution out, by on_mismatch"
             )

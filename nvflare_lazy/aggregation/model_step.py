@@ -19,7 +19,7 @@ from nvflare_lazy.aggregation.optimizer_state import ModelFingerprint
 from nvflare_lazy.aggregation.rounding import FLOATS, ROUNDING_BYTES, round_into
 from nvflare_lazy.aggregation.vectors import InputVector, OutputVector, real_dtype, real_numel
 from nvflare_lazy.aggregation.workers import work_through
-from nvflare_lazy.errors import DisagreementError, UncomputableTensorError
+from nvflare_lazy.errors import AggregationDtypeError, MismatchError
 from nvflare_lazy.formats import StreamingWriter
 
 if TYPE_CHECKING:
@@ -134,14 +134,14 @@ class ModelStep:
 
     def _check(self, name: str, update: Part, model: Part | None) -> None:
         if model is None:
-            raise DisagreementError(f"the update has a tensor {name!r} that the model does not have: exclude it")
+            raise MismatchError(f"the update has a tensor {name!r} that the model does not have: exclude it")
         if update.shape != model.shape or update.dtype.is_complex != model.dtype.is_complex:
-            raise DisagreementError(
+            raise MismatchError(
                 f"{name!r} has shape {list(update.shape)} ({update.dtype}) in the update, and {list(model.shape)} "
                 f"({model.dtype}) in the model: send it in that shape, or exclude it"
             )
         if self._is_difference and torch.uint64 in (update.dtype, model.dtype):
-            raise UncomputableTensorError(f"{name!r} is torch.uint64, to which torch can add no difference: exclude it")
+            raise AggregationDtypeError(f"{name!r} is torch.uint64, to which torch can add no difference: exclude it")
 
     def _state_names(self) -> set[str]:
         return {f"{slot}/{name}" for name in self._optimized() for slot in self._optimizer.slots}

@@ -19,7 +19,7 @@ from nvflare_lazy.aggregation.agreement import agree, checked_weights, groups_of
 from nvflare_lazy.aggregation.contributions import parts_of
 from nvflare_lazy.aggregation.engine import Engine
 from nvflare_lazy.aggregation.report import AggregationReport, Provenance, shares_of
-from nvflare_lazy.aggregation.tile import ContributionFailed
+from nvflare_lazy.aggregation.tile import ContributionError
 from nvflare_lazy.errors import (
     NonFiniteError,
     NothingToAggregateError,
@@ -132,7 +132,7 @@ class RunningRound:
                 with ExitStack() as until_the_end:
                     path, agreement, provenance, reduction = self._attempt(out, metadata, until_the_end)
                 break
-            except ContributionFailed as failed:
+            except ContributionError as failed:
                 if isinstance(failed.error, NonFiniteError) and self._config.on_non_finite == "error":
                     raise failed.error from None
                 self._leave_out(failed.contributor, failed.error)

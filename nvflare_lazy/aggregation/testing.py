@@ -18,7 +18,7 @@ import torch
 from nvflare_lazy.aggregation.aggregate import Aggregation
 from nvflare_lazy.aggregation.report import METADATA_KEY
 from nvflare_lazy.aggregation.rules import Rule, rule_names, to_rule
-from nvflare_lazy.errors import NothingToAggregateError, TooFewContributorsError, UncomputableTensorError
+from nvflare_lazy.errors import AggregationDtypeError, NothingToAggregateError, TooFewContributorsError
 from nvflare_lazy.formats import open as open_checkpoint
 from nvflare_lazy.formats import save
 from nvflare_lazy.tensors.byte_source import FailedSource
@@ -88,7 +88,7 @@ class RuleContract:
             return self._aggregate(contributions, tmp_path / "out.safetensors")
 
         if self.has_order:
-            assert "'c'" in _raised(UncomputableTensorError, aggregate)
+            assert "'c'" in _raised(AggregationDtypeError, aggregate)
         else:
             assert aggregate().tensors["c"].dtype is torch.complex64
 

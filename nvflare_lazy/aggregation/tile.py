@@ -28,8 +28,8 @@ NonFinitePolicy = Literal["keep", "leave_out", "error"]
 _SUMMABLE = frozenset({torch.float64, torch.float32, torch.bfloat16})
 
 
-class ContributionFailed(Exception):  # noqa: N818  # never reaches a caller: the engine goes on without the contribution
-    """A contribution has to be left out: it cannot be read, or holds what it must not.
+class ContributionError(Exception):  # never reaches a caller: the engine continues without the contribution
+    """A contribution has to be skipped: it cannot be read, or has values that are not allowed.
 
     Args:
         contributor: Who it is from.
@@ -70,13 +70,13 @@ class Group:
         """Read files by descriptors that are borrowed until the end of a block.
 
         Raises:
-            ContributionFailed: A file is not there any more.
+            ContributionError: A file is not there any more.
         """
         for contributor, vector in zip(self.contributors, self.inputs, strict=True):
             try:
                 until.enter_context(vector)
             except Exception as error:
-                raise ContributionFailed(contributor, error) from error
+                raise ContributionError(contributor, error) from error
         if self.reference is not None:
             until.enter_context(self.reference)
 
@@ -132,9 +132,9 @@ class Tile:
         except MemoryError:
             raise
         except Exception as error:
-            raise ContributionFailed(contributor, error) from error
+            raise ContributionError(contributor, error) from error
         if self._non_finite != "keep" and not _all_finite(self._values):
-            raise ContributionFailed(contributor, self._where_not_finite(contributor))
+            raise ContributionError(contributor, self._where_not_finite(contributor))
         return self._clean(self._values)
 
     def read_reference(self) -> torch.Tensor:

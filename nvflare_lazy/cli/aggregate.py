@@ -167,9 +167,9 @@ def _show(bars: ExitStack) -> Callable[[Progress], None]:
 
 
 def _say_who_was_left_out(report: AggregationReport) -> None:
-    from nvflare_lazy.errors import DisagreementError, NonFiniteError, UnsupportedDtypeError, WeightError
+    from nvflare_lazy.errors import MismatchError, NonFiniteError, UnsupportedDtypeError, WeightError
 
-    asked_for = (DisagreementError, NonFiniteError, UnsupportedDtypeError, WeightError)
+    asked_for = (MismatchError, NonFiniteError, UnsupportedDtypeError, WeightError)
     for name, error in report.left_out.items():
         click.echo(f"Left out {printable(name)}: {error_line(error)}", err=True)
     if not all(isinstance(error, asked_for) for error in report.left_out.values()):

@@ -72,7 +72,7 @@ def program() -> None:
     """For checkpoints larger than memory, and for the machines whose jobs exchange them."""
 
 
-class Stopped(BaseException):
+class SignalReceived(BaseException):
     """A signal asked the process to end. Raised where it runs, so that it cleans up behind itself on its way out."""
 
     def __init__(self, signum: int) -> None:
@@ -93,7 +93,7 @@ def main() -> NoReturn:
         code = _flush_after(run(sys.argv[1:]))
     except BrokenPipeError:
         _die_of(signal.SIGPIPE)
-    except Stopped as stopped:
+    except SignalReceived as stopped:
         _die_of(stopped.signum)
     sys.exit(code)
 
@@ -134,7 +134,7 @@ def _flush_after(code: int) -> int:
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    raise Stopped(signum)
+    raise SignalReceived(signum)
 
 
 def _die_of(signum: int) -> NoReturn:

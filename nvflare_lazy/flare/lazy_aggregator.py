@@ -27,7 +27,7 @@ from nvflare.app_common.workflows.base_fedavg import make_fedavg_metrics_aggrega
 
 from nvflare_lazy.aggregation import Aggregation, AggregationReport
 from nvflare_lazy.aggregation import ParamsType as ParamsKind
-from nvflare_lazy.errors import NothingToAggregateError, TooFewResultsError, UnfitResultError
+from nvflare_lazy.errors import NothingToAggregateError, ResultMismatchError, TooFewResultsError
 from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.apply_update import ServerStep
 from nvflare_lazy.flare.outgoing import Outgoing
@@ -128,7 +128,7 @@ class LazyAggregator(ModelAggregator):
         model.meta = {**(model.meta or {}), CLIENT_NAME: client}
         try:
             self.accept_model(model)
-        except UnfitResultError:
+        except ResultMismatchError:
             return False
         return True
 
@@ -136,11 +136,11 @@ class LazyAggregator(ModelAggregator):
         """Take a client's result into the round.
 
         Raises:
-            UnfitResultError: If it cannot be used; the round goes on without it.
+            ResultMismatchError: If it cannot be used; the round goes on without it.
         """
         try:
             self._round.take(model, self._global_weights())
-        except UnfitResultError as error:
+        except ResultMismatchError as error:
             self._leave_out(client_of(model), str(error))
             raise
 

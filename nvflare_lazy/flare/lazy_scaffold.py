@@ -17,7 +17,7 @@ from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.workflows.scaffold import Scaffold
 
 from nvflare_lazy.aggregation import Aggregation
-from nvflare_lazy.errors import UnfitResultError
+from nvflare_lazy.errors import ResultMismatchError
 from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.apply_update import ServerStep
 from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
@@ -102,14 +102,14 @@ class LazyScaffold(Scaffold):
             change = (result.meta or {}).get(_CHANGES)
             try:
                 if not isinstance(change, dict):
-                    raise UnfitResultError(
+                    raise ResultMismatchError(
                         f"{client} did not send meta[{_CHANGES!r}]: its script must use NVFlare's PTScaffoldHelper"
                     )
                 wrong = failure_of(change) or misfit(change, self._controls)
                 if wrong is not None:
-                    raise UnfitResultError(f"the control variates of {client} do not fit the model: {wrong}")
+                    raise ResultMismatchError(f"the control variates of {client} do not fit the model: {wrong}")
                 self._aggregator.accept_model(result)
-            except UnfitResultError as error:
+            except ResultMismatchError as error:
                 self.warning(f"{client} is left out: {error}")
                 log = job_context.round_log_of(self.fl_ctx)
                 if log is not None:

@@ -20,7 +20,7 @@ from nvflare.app_common.aggregators.weighted_aggregation_helper import (
 )
 from nvflare.app_common.app_constant import AppConstants
 
-from nvflare_lazy.errors import UnfitResultError
+from nvflare_lazy.errors import ResultMismatchError
 from nvflare_lazy.flare.weights import geometry_of, is_weight
 from nvflare_lazy.transport.failed import failure_of
 
@@ -60,24 +60,24 @@ class RoundResults:
             The name of the client.
 
         Raises:
-            UnfitResultError: If it does not fit the global model, or the results before it.
+            ResultMismatchError: If it does not fit the global model, or the results before it.
         """
         client = client_of(model)
         failure = failure_of(model.params)
         if failure is not None:
-            raise UnfitResultError(f"the result of {client} could not be received: {failure}") from failure
+            raise ResultMismatchError(f"the result of {client} could not be received: {failure}") from failure
         if client in self.results:
-            raise UnfitResultError(f"{client} has sent a second result for this round; the first one counts")
+            raise ResultMismatchError(f"{client} has sent a second result for this round; the first one counts")
         if not isinstance(model.params, dict):
-            raise UnfitResultError(f"the result of {client} holds no dictionary of tensors")
+            raise ResultMismatchError(f"the result of {client} holds no dictionary of tensors")
         if self.params_type is not None and model.params_type != self.params_type:
-            raise UnfitResultError(
+            raise ResultMismatchError(
                 f"{client} has sent {_kind(model.params_type)} and others {_kind(self.params_type)}: "
                 "set the same params_transfer_type for all clients"
             )
         wrong = misfit(model.params, model.params if reference is None else reference)
         if wrong is not None:
-            raise UnfitResultError(f"the result of {client} does not fit the global model: {wrong}")
+            raise ResultMismatchError(f"the result of {client} does not fit the global model: {wrong}")
         weight = self.aggregation_weights.get(client, 1.0) * steps_of(model)
         self.params_type = model.params_type
         self.results[client] = Result(model.params, weight, model.metrics)

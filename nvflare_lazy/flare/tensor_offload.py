@@ -24,7 +24,7 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 
 from nvflare_lazy._text import format_size, parse_size
-from nvflare_lazy.errors import ScratchError, UnfitResultError
+from nvflare_lazy.errors import ResultMismatchError, ScratchError
 from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.malloc_tuning import FreeMemory, keep_little_free_memory
 from nvflare_lazy.flare.result_validation import wrong_shape
@@ -184,7 +184,7 @@ class TensorOffload(FLComponent):
             wrong = wrong_shape(data, weights) if isinstance(weights, Mapping) else None
             if wrong is None:
                 return
-            failure = UnfitResultError(f"the result of {client} does not fit the global model: {wrong}")
+            failure = ResultMismatchError(f"the result of {client} does not fit the global model: {wrong}")
         # A result without tensors is left out by controllers and does no harm to aggregators, none of which expects
         # that reading a tensor fails when half of them are added already.
         data.clear()

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import PromiseError, SafetensorsError, UnsavableTensorError
+from nvflare_lazy.errors import MetadataMismatchError, SafetensorsError, UnserializableTensorError
 from nvflare_lazy.formats.safetensors_header import (
     MAX_HEADER_BYTES,
     METADATA_KEY,
@@ -107,14 +107,16 @@ def lay_out(state_dict_meta: Sequence[TensorMeta], metadata: Mapping[str, str] |
     offset = 0
     for meta in in_file_order(state_dict_meta):
         if meta.name in content or meta.name == METADATA_KEY:
-            raise PromiseError(f"{where}: {quoted(meta.name)} is promised twice, or is the metadata's own name")
+            raise MetadataMismatchError(
+                f"{where}: {quoted(meta.name)} is promised twice, or is the metadata's own name"
+            )
         end = offset + meta.nbytes
         content[meta.name] = {"dtype": meta.dtype, "shape": [*meta.shape], "data_offsets": [offset, end]}
         offset = end
     try:
         text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
-        raise UnsavableTensorError(f"{where}: a name or a piece of metadata cannot be written: {error}") from None
+        raise UnserializableTensorError(f"{where}: a name or a piece of metadata cannot be written: {error}") from None
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise SafetensorsError(

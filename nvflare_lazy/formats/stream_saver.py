@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import PromiseError, UnsavableTensorError, UnsupportedDtypeError
+from nvflare_lazy.errors import MetadataMismatchError, UnserializableTensorError, UnsupportedDtypeError
 from nvflare_lazy.formats.cast_source import CastSource
 from nvflare_lazy.formats.safetensors_layout import StateDictMeta, TensorMeta, in_file_order
 from nvflare_lazy.formats.streaming_writer import StreamingWriter
@@ -63,7 +63,7 @@ def save(
         raise UnsupportedDtypeError(f"{dtype!r} is no dtype of torch's, such as torch.bfloat16")
     for name in tensors:
         if not isinstance(name, str):
-            raise UnsavableTensorError(f"{os.fspath(path)}: the name of a tensor is text, and {name!r} is not")
+            raise UnserializableTensorError(f"{os.fspath(path)}: the name of a tensor is text, and {name!r} is not")
     if metadata is None and isinstance(tensors, LazyTensorDict):
         metadata = tensors.metadata
     # Recipes, where there are some: a tensor that torch cannot hold can be copied all the same.
@@ -98,7 +98,7 @@ def save_safetensors_streaming(
         tensor_iter: Names and tensors, in the promised order.
         filepath: The file.
         state_dict_meta: What will come. A tensor that is short, surplus, renamed, reshaped or retyped against it
-            raises a `PromiseError`, and there is no file.
+            raises a `MetadataMismatchError`, and there is no file.
         rename: Whether the file is to appear as `filepath`, with its bytes on the disk. Otherwise it appears as
             `filepath` + ".tmp", and flushing and renaming it is left to the caller.
 
@@ -116,12 +116,12 @@ def save_safetensors_streaming(
         for name, tensor in tensor_iter:
             promise = next(expected, None)
             if promise is None:
-                raise PromiseError(f"{target}: {quoted(name)} came after the last promised tensor")
+                raise MetadataMismatchError(f"{target}: {quoted(name)} came after the last promised tensor")
             _check_promise(promise, meta_of(name, tensor), target)
             writer.copy(name, bytes_of(name, tensor))
         missing = next(expected, None)
         if missing is not None:
-            raise PromiseError(f"{target}: {quoted(missing.name)} and what follows it never came")
+            raise MetadataMismatchError(f"{target}: {quoted(missing.name)} and what follows it never came")
         return str(writer.commit())
 
 
@@ -136,10 +136,10 @@ def collect_state_dict_meta(tensor_iter: Iterable[tuple[str, torch.Tensor]]) -> 
 
 def _check_promise(promise: TensorMeta, meta: TensorMeta, where: str) -> None:
     if meta.name != promise.name:
-        raise PromiseError(f"{where}: {quoted(meta.name)} came where {quoted(promise.name)} was promised")
+        raise MetadataMismatchError(f"{where}: {quoted(meta.name)} came where {quoted(promise.name)} was promised")
     if meta.dtype != promise.dtype:
-        raise PromiseError(f"{where}: {quoted(meta.name)} came as {meta.dtype}, promised as {promise.dtype}")
+        raise MetadataMismatchError(f"{where}: {quoted(meta.name)} came as {meta.dtype}, promised as {promise.dtype}")
     if tuple(meta.shape) != tuple(promise.shape):
-        raise PromiseError(
+        raise MetadataMismatchError(
             f"{where}: {quoted(meta.name)} came in the shape {list(meta.shape)}, promised as {list(promise.shape)}"
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nvflare_lazy._text import parse_size, quoted
-from nvflare_lazy.errors import PromiseError, SaveError
+from nvflare_lazy.errors import MetadataMismatchError, SaveError
 from nvflare_lazy.formats.atomic_file import AtomicFile
 from nvflare_lazy.formats.copying import TILE_BYTES, copy_into
 from nvflare_lazy.formats.publishing import publish_file, publish_shards
@@ -95,7 +95,7 @@ class StreamingWriter:
         file.write_at(layout.start, 0)
         for name, span in layout.header.tensors.items():
             if name in self._places:
-                raise PromiseError(f"{self.path}: tensor {quoted(name)} is promised twice")
+                raise MetadataMismatchError(f"{self.path}: tensor {quoted(name)} is promised twice")
             nbytes = span.end - span.begin
             self._places[name] = _Place(file, layout.header.data_start + span.begin, nbytes, WrittenRanges(nbytes))
 
@@ -183,9 +183,9 @@ class StreamingWriter:
     def _place(self, name: str, begin: int, end: int) -> _Place:
         place = self._places.get(name)
         if place is None:
-            raise PromiseError(f"{self.path}: nobody promised a tensor {quoted(name)}")
+            raise MetadataMismatchError(f"{self.path}: nobody promised a tensor {quoted(name)}")
         if begin < 0 or end > place.nbytes:
-            raise PromiseError(
+            raise MetadataMismatchError(
                 f"{self.path}: tensor {quoted(name)} has {place.nbytes} bytes as promised, not {begin} to {end}"
             )
         return place
@@ -194,7 +194,7 @@ class StreamingWriter:
         with self._lock:
             is_new = place.written.add(begin, end)
         if not is_new:
-            raise PromiseError(f"{self.path}: bytes {begin} to {end} of {quoted(name)} were written twice")
+            raise MetadataMismatchError(f"{self.path}: bytes {begin} to {end} of {quoted(name)} were written twice")
 
     def _check_complete(self) -> None:
         if self._failure is not None:
@@ -202,9 +202,9 @@ class StreamingWriter:
         for name, place in self._places.items():
             gap = place.written.first_gap
             if gap == (0, place.nbytes):
-                raise PromiseError(f"{self.path}: tensor {quoted(name)} was promised and never written")
+                raise MetadataMismatchError(f"{self.path}: tensor {quoted(name)} was promised and never written")
             if gap is not None:
-                raise PromiseError(
+                raise MetadataMismatchError(
                     f"{self.path}: bytes {gap[0]} to {gap[1]} of tensor {quoted(name)} were never written"
                 )
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import UnsavableTensorError, UnsupportedDtypeError
+from nvflare_lazy.errors import UnserializableTensorError, UnsupportedDtypeError
 from nvflare_lazy.formats.cast_source import CastSource, check_cast
 from nvflare_lazy.formats.safetensors_layout import TensorMeta
 from nvflare_lazy.formats.safetensors_reader import UntypedEntry
@@ -84,7 +84,7 @@ def _row_of(name: str, value: object) -> ElementType:
             return dtypes.by_numpy(value.dtype)
     except UnsupportedDtypeError as error:
         raise UnsupportedDtypeError(f"{quoted(name)}: {error}") from None
-    raise UnsavableTensorError(f"{quoted(name)} is a {type(value).__name__}: only tensors and arrays can be saved")
+    raise UnserializableTensorError(f"{quoted(name)} is a {type(value).__name__}: only tensors and arrays can be saved")
 
 
 def _is_cast(row: ElementType, dtype: torch.dtype | None) -> bool:
@@ -104,15 +104,19 @@ def _format_shape(row: ElementType, shape: tuple[int, ...], name: str) -> tuple[
     if row.packed == 1:
         return shape
     if not shape:
-        raise UnsavableTensorError(f"tensor {quoted(name)} is a single {row.torch}: it holds {row.packed} elements")
+        raise UnserializableTensorError(
+            f"tensor {quoted(name)} is a single {row.torch}: it holds {row.packed} elements"
+        )
     return (*shape[:-1], shape[-1] * row.packed)
 
 
 def _tensor_bytes(name: str, tensor: torch.Tensor) -> ByteSource | memoryview:
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise UnsavableTensorError(f"tensor {quoted(name)} is sparse or quantized: convert it with to_dense() first")
+        raise UnserializableTensorError(
+            f"tensor {quoted(name)} is sparse or quantized: convert it with to_dense() first"
+        )
     if tensor.device.type == "meta":
-        raise UnsavableTensorError(f"tensor {quoted(name)} is on the meta device: it has no elements")
+        raise UnserializableTensorError(f"tensor {quoted(name)} is on the meta device: it has no elements")
     tensor = tensor.detach().cpu()
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return LazyTensor.from_tensor(tensor).source
@@ -121,7 +125,7 @@ def _tensor_bytes(name: str, tensor: torch.Tensor) -> ByteSource | memoryview:
     except RuntimeError:
         has_memory = False
     if not has_memory:
-        raise UnsavableTensorError(f"tensor {quoted(name)} is a {type(tensor).__name__} without memory of its own")
+        raise UnserializableTensorError(f"tensor {quoted(name)} is a {type(tensor).__name__} without memory of its own")
     return storage_bytes(tensor)
 
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nvflare_lazy.errors import ReleasedScratchError, ScratchError
+from nvflare_lazy.errors import ScratchError, ScratchReleasedError
 from nvflare_lazy.scratch.descriptors import close_private, keep_private
 from nvflare_lazy.scratch.refusals import named
 from nvflare_lazy.scratch.trees import make_private_directory, remove_tree
@@ -95,7 +95,7 @@ class DownloadDirectory:
         """Keep the directory, and the file, from being closed while the block runs.
 
         Raises:
-            ReleasedScratchError: If the directory was released before, or is when the block is left.
+            ScratchReleasedError: If the directory was released before, or is when the block is left.
         """
         if os.getpid() != self._pid:
             raise ScratchError(
@@ -125,9 +125,9 @@ class DownloadDirectory:
                 if self._removed.is_set() and not self._writers:
                     self._close_descriptors()
 
-    def released_error(self) -> ReleasedScratchError:
+    def released_error(self) -> ScratchReleasedError:
         """Return the error for a use after the release."""
-        return ReleasedScratchError(f"the scratch of download {self.title} was released: it is not wanted any more")
+        return ScratchReleasedError(f"the scratch of download {self.title} was released: it is not wanted any more")
 
     def create(self, file_name: str) -> OpenForWriting:
         """Create a file for this user only, or take a spare one with whatever is in it, and open it."""

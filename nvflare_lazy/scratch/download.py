@@ -59,7 +59,7 @@ class DownloadScratch:
 
         Raises:
             QuotaExceededError: If the job may not hold that much; the file stays where it is.
-            ScratchGoneError: If there is no such file.
+            ScratchDeletedError: If there is no such file.
             ScratchError: If it is not a regular file directly in this directory.
         """
         self._directory.adopt(name)
@@ -76,7 +76,7 @@ class DownloadScratch:
     def release(self) -> None:
         """Remove the directory and return its bytes; when this returns, it is gone.
 
-        Writes that are running in other threads end with ReleasedScratchError, and are waited for. May be called any
+        Writes that are running in other threads end with ScratchReleasedError, and are waited for. May be called any
         number of times, from any thread.
         """
         self._finalizer.detach()

@@ -14,7 +14,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import parse_size
-from nvflare_lazy.errors import ReleasedScratchError, ScratchError, ScratchGoneError
+from nvflare_lazy.errors import ScratchDeletedError, ScratchError, ScratchReleasedError
 from nvflare_lazy.scratch.account import SpaceAccount, min_free_bytes
 from nvflare_lazy.scratch.download import DownloadScratch
 from nvflare_lazy.scratch.file_systems import RootReport, describe_root
@@ -126,7 +126,7 @@ class JobScratch:
         Raises:
             QuotaExceededError: If the job may not hold what is expected.
             DiskFullError: If the disk cannot, or should not.
-            ReleasedScratchError: If the job was released.
+            ScratchReleasedError: If the job was released.
         """
         if expect is not None and expect < 0:
             raise ValueError(f"a download of {expect} bytes")
@@ -137,10 +137,10 @@ class JobScratch:
             )
         with self._lock:
             if self._directories[-1].released:
-                raise ReleasedScratchError(f"the scratch of job {self.job!r} was released; open another one")
+                raise ScratchReleasedError(f"the scratch of job {self.job!r} was released; open another one")
             try:
                 directory = self._directories[-1].download(label)
-            except ScratchGoneError as error:
+            except ScratchDeletedError as error:
                 logger.warning("%s; going on in a new one", error)
                 ScratchRoot.resolve(self.root)
                 self._directories.append(self._leased())

@@ -13,7 +13,7 @@ import secrets
 import threading
 from typing import TYPE_CHECKING
 
-from nvflare_lazy.errors import ReleasedScratchError
+from nvflare_lazy.errors import ScratchReleasedError
 from nvflare_lazy.scratch.account import Allotment
 from nvflare_lazy.scratch.descriptors import close_private, keep_private
 from nvflare_lazy.scratch.directory import DownloadDirectory
@@ -83,7 +83,7 @@ class JobDirectory:
         name = secrets.token_hex(8)
         with self._lock:
             if self.released:
-                raise ReleasedScratchError(f"{self.path} was released")
+                raise ScratchReleasedError(f"{self.path} was released")
             directory = DownloadDirectory(
                 self._fd,
                 self.path,

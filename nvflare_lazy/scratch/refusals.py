@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import os
 
-from nvflare_lazy.errors import DiskFullError, ScratchError, ScratchGoneError, ScratchPermissionError
+from nvflare_lazy.errors import DiskFullError, ScratchDeletedError, ScratchError, ScratchPermissionError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _GONE = {errno.ENOENT, errno.ESTALE}
@@ -31,7 +31,7 @@ def named(error: OSError, doing: str, path: str | os.PathLike[str]) -> ScratchEr
             errno.EFBIG: "; raise the limit on file sizes (ulimit -f)",
         }.get(error.errno or 0, "; make room there, or choose a scratch root on a larger disk")
     elif error.errno in _GONE:
-        kind = ScratchGoneError
+        kind = ScratchDeletedError
         advice = "; it was deleted while in use; keep whatever cleans up there away from scratch roots"
     elif error.errno in _FORBIDDEN:
         kind = ScratchPermissionError

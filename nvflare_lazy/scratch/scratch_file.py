@@ -8,7 +8,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from nvflare_lazy.errors import ScratchGoneError
+from nvflare_lazy.errors import ScratchDeletedError
 from nvflare_lazy.scratch.account import LOOK_EVERY
 from nvflare_lazy.scratch.refusals import named
 from nvflare_lazy.tensors.tensor_file import TensorFile
@@ -56,8 +56,8 @@ class ScratchFile:
         Raises:
             QuotaExceededError: If the job may not hold that much.
             DiskFullError: If the disk cannot, or should not.
-            ReleasedScratchError: If the download was released, be it in the middle of the write.
-            ScratchGoneError: If the directory was deleted underneath.
+            ScratchReleasedError: If the download was released, be it in the middle of the write.
+            ScratchDeletedError: If the directory was deleted underneath.
         """
         if offset < 0:
             raise ValueError(f"{self.path} has no offset {offset}")
@@ -102,7 +102,7 @@ class ScratchFile:
         Waits for writes that are running in other threads; later ones raise ValueError.
 
         Raises:
-            ScratchGoneError: If the file's name in the directory does not lead to it any more.
+            ScratchDeletedError: If the file's name in the directory does not lead to it any more.
         """
         file = None
         try:
@@ -165,7 +165,7 @@ class ScratchFile:
             raise self._gone()
         return readable
 
-    def _gone(self) -> ScratchGoneError:
-        return ScratchGoneError(
+    def _gone(self) -> ScratchDeletedError:
+        return ScratchDeletedError(
             f"{self.path} was deleted while it was being written; keep whatever cleans up there away from scratch roots"
         )

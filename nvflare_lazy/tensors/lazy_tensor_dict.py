@@ -15,7 +15,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from nvflare_lazy.errors import ReleasedSourceError
+from nvflare_lazy.errors import SourceReleasedError
 from nvflare_lazy.tensors.byte_source import FailedSource
 from nvflare_lazy.tensors.tensor_entry import TensorEntry
 from nvflare_lazy.tensors.tensor_file import TemporaryPath
@@ -148,11 +148,11 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
     def cleanup(self) -> None:
         """Close the files and remove the scratch now, even if tensors of it are still held somewhere.
 
-        Reading one of those raises `ReleasedSourceError` from then on. A second call does nothing.
+        Reading one of those raises `SourceReleasedError` from then on. A second call does nothing.
         """
         with self._lock:
             entries, self._keep_alive, keep_alive = self._entries, None, self._keep_alive
-            gone = ReleasedSourceError("this tensor was released by cleanup(): materialize() what is needed before")
+            gone = SourceReleasedError("this tensor was released by cleanup(): materialize() what is needed before")
             self._entries = {
                 name: entry.over(FailedSource(entry.source.nbytes, gone)) for name, entry in entries.items()
             }

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from nvflare_lazy.errors import ReleasedSourceError, SourceError, TruncatedSourceError
+from nvflare_lazy.errors import SourceError, SourceReleasedError, TruncatedSourceError
 from nvflare_lazy.tensors.byte_source import ByteSource
 from nvflare_lazy.tensors.shared_work import LEAST_SHARED_BYTES, in_shares
 
@@ -122,7 +122,7 @@ class TensorFile:
     def _lent(self) -> _Descriptor:
         descriptor = self._descriptor
         if descriptor is None:
-            raise ReleasedSourceError(f"{self.path} has been released: read its tensors before that, or materialize()")
+            raise SourceReleasedError(f"{self.path} has been released: read its tensors before that, or materialize()")
         return descriptor
 
     def own(self, owner: object) -> None:

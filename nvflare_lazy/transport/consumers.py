@@ -21,7 +21,7 @@ from nvflare_lazy.errors import (
     NVFlareLazyError,
     PeerLostError,
     ProtocolError,
-    SegmentsBlockedError,
+    SegmentTimeoutError,
     TransferAbortedError,
     TransferError,
 )
@@ -143,7 +143,7 @@ class PayloadConsumer(Consumer):
         self.end_turn()
         try:
             self._take_segments(self._link, offer)
-        except SegmentsBlockedError as error:
+        except SegmentTimeoutError as error:
             logger.warning("%s; going on with whole tensors", error)
             self._blocked = True
             return {nvflare_private.START: 0, nvflare_private.COUNT: 0}

@@ -19,7 +19,7 @@ from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.message import Message
 
-from nvflare_lazy.errors import PeerLostError, ProtocolError, SegmentsBlockedError, TransferAbortedError
+from nvflare_lazy.errors import PeerLostError, ProtocolError, SegmentTimeoutError, TransferAbortedError
 from nvflare_lazy.transport import wire
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class Fetch:
             raise TransferAbortedError(f"the transfer from {link.from_fqcn} was called off{why}")
         silent = time.monotonic() - self._news
         if self._first_news is not None and not self._done and silent > self._first_news:
-            raise SegmentsBlockedError(f"{link.from_fqcn} did not answer a request for a segment in {silent:.0f} s")
+            raise SegmentTimeoutError(f"{link.from_fqcn} did not answer a request for a segment in {silent:.0f} s")
         if silent > link.timeout:
             raise PeerLostError(
                 f"{link.from_fqcn} has sent nothing for {silent:.0f} s, with {self._done} of {self._nbytes} bytes here"

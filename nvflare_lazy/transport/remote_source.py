@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
 from nvflare.fuel.f3.streaming.download_service import ProduceRC, request_download_chunk
 
-from nvflare_lazy.errors import PeerLostError, ProtocolError, SegmentsBlockedError
+from nvflare_lazy.errors import PeerLostError, ProtocolError, SegmentTimeoutError
 from nvflare_lazy.tensors.byte_source import ByteSource, MemorySource
 from nvflare_lazy.transport import nvflare_private, offload, wire
 from nvflare_lazy.transport.fetching import Fetch, Link
@@ -70,7 +70,7 @@ def open_remote(ref: Any, family: Family, cell: Any, timeout: float, abort_signa
         nbytes = family.nbytes(ref.dtype, ref.shape)
         try:
             RemoteSource(link, ref.item_id, nbytes).read(0, min(nbytes, 1))
-        except SegmentsBlockedError:
+        except SegmentTimeoutError:
             pass
         else:
             return family.lazy(RemoteSource(link, ref.item_id, nbytes), ref.dtype, ref.shape)

@@ -27,7 +27,7 @@ from nvflare_lazy.aggregation import (
     to_rule,
 )
 from nvflare_lazy.aggregation.testing import RuleContract
-from nvflare_lazy.errors import ReferenceNeededError
+from nvflare_lazy.errors import MissingReferenceError
 from tests.aggregation import reference_rules as reference
 from tests.aggregation.contributions import INTEGERS, flat, matrix, random_round, rounds, ulps
 
@@ -260,7 +260,7 @@ def test_wrong_parameters(wrong, message):
 
 def test_clipping_whole_models_needs_the_global_model(out):
     """Without it there are no differences to clip."""
-    with pytest.raises(ReferenceNeededError, match="give the global model as reference"):
+    with pytest.raises(MissingReferenceError, match="give the global model as reference"):
         run(ClippedMean(1.0), random_round(3, [((4,), torch.float32)], 0), out)
 
 

@@ -23,7 +23,7 @@ from nvflare.app_common.workflows.base_fedavg import BaseFedAvg
 
 import nvflare_lazy
 from nvflare_lazy.aggregation import rule_names
-from nvflare_lazy.errors import TooFewResultsError, UnfitResultError
+from nvflare_lazy.errors import ResultMismatchError, TooFewResultsError
 from nvflare_lazy.flare import LazyAggregator
 from nvflare_lazy.flare.lazy_aggregator import AggregationStatsKey
 from nvflare_lazy.tensors.lazy_array import LazyArray
@@ -130,7 +130,7 @@ def test_a_result_is_taken_whole_or_not_at_all(aggregator, result, caplog, tenso
     """What is right in a wrong result does not count either, and the log has the client and the reason."""
     mine = aggregator()
     mine.accept_model(result("site-1", a=[1.0, 1.0], b=[1.0]))
-    with pytest.raises(UnfitResultError, match=why), caplog.at_level(logging.WARNING):
+    with pytest.raises(ResultMismatchError, match=why), caplog.at_level(logging.WARNING):
         mine.accept_model(result("site-2", 100, **tensors))
     assert "site-2 is left out" in caplog.text
     assert values(mine.aggregate_model()) == {"a": [1.0, 1.0], "b": [1.0]}
@@ -140,9 +140,9 @@ def test_a_second_result_and_another_kind_are_left_out(aggregator, result):
     """The first result of a client counts, and all results of a round are of one kind."""
     mine = aggregator()
     mine.accept_model(result("site-1", a=[1.0, 1.0]))
-    with pytest.raises(UnfitResultError, match="second result"):
+    with pytest.raises(ResultMismatchError, match="second result"):
         mine.accept_model(result("site-1", a=[5.0, 5.0]))
-    with pytest.raises(UnfitResultError, match="params_transfer_type"):
+    with pytest.raises(ResultMismatchError, match="params_transfer_type"):
         mine.accept_model(result("site-2", a=[5.0, 5.0], kind=ParamsType.DIFF))
     assert values(mine.aggregate_model()) == {"a": [1.0, 1.0]}
 

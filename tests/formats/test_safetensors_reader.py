@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import nvflare_lazy
-from nvflare_lazy.errors import ReleasedSourceError, UnsupportedDtypeError
+from nvflare_lazy.errors import SourceReleasedError, UnsupportedDtypeError
 from nvflare_lazy.formats import open_safetensors, save
 from nvflare_lazy.formats.safetensors_reader import UntypedEntry
 from nvflare_lazy.tensors.dtypes import ELEMENT_TYPES
@@ -107,7 +107,7 @@ def test_what_torch_cannot_hold(tmp_path: Path) -> None:
     assert bytes(copied.entries["six"].source.read()) == b"012"
     assert bytes(copied.entries["odd"].source.read()) == b"345"
     lazy.cleanup()
-    with pytest.raises(ReleasedSourceError):
+    with pytest.raises(SourceReleasedError):
         lazy.entries["six"].source.read()
 
 

@@ -16,7 +16,13 @@ from safetensors.torch import load_file, save_file
 
 import nvflare_lazy
 from benchmarks.measuring import PeakMemory
-from nvflare_lazy.errors import PromiseError, SafetensorsError, SaveError, UnsavableTensorError, UnsupportedDtypeError
+from nvflare_lazy.errors import (
+    MetadataMismatchError,
+    SafetensorsError,
+    SaveError,
+    UnserializableTensorError,
+    UnsupportedDtypeError,
+)
 from nvflare_lazy.formats import TensorMeta, collect_state_dict_meta, open_safetensors, save, save_safetensors_streaming
 from nvflare_lazy.formats.safetensors_layout import lay_out, split_into_shards
 from nvflare_lazy.tensors.byte_source import MemorySource
@@ -142,7 +148,7 @@ def test_pairs_of_four_bits(tmp_path: Path) -> None:
     save({"x": pairs}, tmp_path / "m")
     assert b'"dtype":"F4","shape":[2,6]' in (tmp_path / "m").read_bytes()
     assert bits(open_safetensors(tmp_path / "m")["x"].materialize()) == bits(pairs)
-    with pytest.raises(UnsavableTensorError, match="'x' is a single"):
+    with pytest.raises(UnserializableTensorError, match="'x' is a single"):
         save({"x": pairs[0, 0]}, tmp_path / "m")
 
 
@@ -217,17 +223,17 @@ def sparse() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("tensors", "options", "error", "message"),
     [
-        ({"x": sparse()}, {}, UnsavableTensorError, "'x' is sparse"),
-        ({"x": torch.empty(3, device="meta")}, {}, UnsavableTensorError, "meta device"),
-        ({"x": [1.0]}, {}, UnsavableTensorError, "'x' is a list: only tensors"),
-        ({"x": 1.0}, {}, UnsavableTensorError, "'x' is a float"),
+        ({"x": sparse()}, {}, UnserializableTensorError, "'x' is sparse"),
+        ({"x": torch.empty(3, device="meta")}, {}, UnserializableTensorError, "meta device"),
+        ({"x": [1.0]}, {}, UnserializableTensorError, "'x' is a list: only tensors"),
+        ({"x": 1.0}, {}, UnserializableTensorError, "'x' is a float"),
         ({"x": torch.ones(2, dtype=torch.complex128)}, {}, UnsupportedDtypeError, "'x' is torch.complex128"),
         ({"x": np.array(["a"])}, {}, UnsupportedDtypeError, "'x'"),
         ({"x": np.array([None])}, {}, UnsupportedDtypeError, "'x'"),
         ({"x": torch.ones(2)}, {"dtype": torch.int32}, UnsupportedDtypeError, "float"),
         ({"x": torch.ones(1)}, {"metadata": {"a": 1}}, SafetensorsError, "'a' has a int"),
-        ({"\ud800": torch.ones(1)}, {}, UnsavableTensorError, "cannot be written"),
-        ({"__metadata__": torch.ones(1)}, {}, PromiseError, "metadata's own name"),
+        ({"\ud800": torch.ones(1)}, {}, UnserializableTensorError, "cannot be written"),
+        ({"__metadata__": torch.ones(1)}, {}, MetadataMismatchError, "metadata's own name"),
         ({"x": torch.ones([1] * 65)}, {}, SafetensorsError, "at most 64 numbers"),
         ({"x": torch.ones(2)}, {"max_shard_size": "a lot"}, ValueError, "is no size"),
         ({str(n): torch.ones(1) for n in range(600)}, {"max_shard_size": 4}, SaveError, "600 shards"),
@@ -318,20 +324,24 @@ def test_streaming_without_the_last_rename(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stream", "error", "message"),
     [
-        ([], PromiseError, "'b' and what follows it never came"),
-        (STREAM[:1], PromiseError, "'a' and what"),
-        ([*STREAM, ("c", torch.ones(1))], PromiseError, "'c' came after the last"),
-        ([*STREAM, STREAM[0]], PromiseError, "'b' came after the last"),
-        ([STREAM[1], STREAM[0]], PromiseError, "'a' came where 'b' was promised"),
-        ([("B", STREAM[0][1]), STREAM[1]], PromiseError, "'B' came where 'b'"),
-        ([("b", torch.ones(4)), STREAM[1]], PromiseError, r"'b' came in the shape \[4\], promised as \[2, 2\]"),
-        ([("b", torch.ones(2, 3)), STREAM[1]], PromiseError, r"\[2, 3\]"),
+        ([], MetadataMismatchError, "'b' and what follows it never came"),
+        (STREAM[:1], MetadataMismatchError, "'a' and what"),
+        ([*STREAM, ("c", torch.ones(1))], MetadataMismatchError, "'c' came after the last"),
+        ([*STREAM, STREAM[0]], MetadataMismatchError, "'b' came after the last"),
+        ([STREAM[1], STREAM[0]], MetadataMismatchError, "'a' came where 'b' was promised"),
+        ([("B", STREAM[0][1]), STREAM[1]], MetadataMismatchError, "'B' came where 'b'"),
+        (
+            [("b", torch.ones(4)), STREAM[1]],
+            MetadataMismatchError,
+            r"'b' came in the shape \[4\], promised as \[2, 2\]",
+        ),
+        ([("b", torch.ones(2, 3)), STREAM[1]], MetadataMismatchError, r"\[2, 3\]"),
         (
             [("b", torch.ones(2, 2, dtype=torch.int32)), STREAM[1]],
-            PromiseError,
+            MetadataMismatchError,
             "'b' came as I32, promised as F32",
         ),
-        ([("b", torch.ones(2, 2).double()), STREAM[1]], PromiseError, "F64"),
+        ([("b", torch.ones(2, 2).double()), STREAM[1]], MetadataMismatchError, "F64"),
     ],
 )
 @pytest.mark.parametrize("rename", [True, False])
@@ -348,8 +358,8 @@ def test_broken_promises(tmp_path: Path, stream, error, message, rename) -> None
         ([TensorMeta("a", "F31", [1])], SafetensorsError, "has no dtype 'F31'"),
         ([TensorMeta("a", "F32", [-1])], SafetensorsError, "non-negative"),
         ([TensorMeta("a", "F4", [1])], SafetensorsError, "inside of a byte"),
-        ([META[0], META[0]], PromiseError, "twice"),
-        ([TensorMeta("a", "F32", [1]), TensorMeta("a", "F16", [1])], PromiseError, "twice"),
+        ([META[0], META[0]], MetadataMismatchError, "twice"),
+        ([TensorMeta("a", "F32", [1]), TensorMeta("a", "F16", [1])], MetadataMismatchError, "twice"),
     ],
 )
 def test_promises_that_cannot_be_kept(tmp_path: Path, meta, error, message) -> None:
@@ -401,7 +411,7 @@ def test_permissions_by_umask(tmp_path: Path, umask: int, mode: int) -> None:
 @pytest.mark.parametrize(
     ("tensors", "options", "error", "message"),
     [
-        ({0: torch.ones(1)}, {}, UnsavableTensorError, "the name of a tensor is text, and 0 is not"),
+        ({0: torch.ones(1)}, {}, UnserializableTensorError, "the name of a tensor is text, and 0 is not"),
         ({"a": torch.ones(1)}, {"metadata": {1: "a", "b": "c"}}, SafetensorsError, "1 is no text"),
         ({"a": torch.ones(1)}, {"dtype": "bf16"}, UnsupportedDtypeError, "'bf16' is no dtype"),
         ({f"{n}": torch.ones(1) for n in range(501)}, {"max_shard_size": 4}, SaveError, "501 shards"),

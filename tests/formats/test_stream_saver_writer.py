@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import nvflare_lazy
 from nvflare_lazy import _system
-from nvflare_lazy.errors import PromiseError, SaveError, SourceError
+from nvflare_lazy.errors import MetadataMismatchError, SaveError, SourceError
 from nvflare_lazy.formats import StreamingWriter, TensorMeta, copying, save
 from nvflare_lazy.formats.written_ranges import WrittenRanges
 from nvflare_lazy.tensors.byte_source import FailedSource, MemorySource
@@ -72,19 +72,19 @@ def test_nothing_is_seen_before_the_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "error", "message"),
     [
-        (lambda writer: None, PromiseError, "'a' was promised and never written"),
-        (lambda writer: writer.write("a", 0, b"12"), PromiseError, "bytes 2 to 4 of tensor 'a'"),
-        (lambda writer: writer.write("a", 1, b"12"), PromiseError, "bytes 0 to 1 of tensor 'a'"),
-        (lambda writer: (writer.write("a", 0, b"1"), writer.write("a", 3, b"1")), PromiseError, "1 to 3"),
-        (lambda writer: (writer.write("a", 0, b"1234"), writer.write("a", 2, b"1")), PromiseError, "2 to 3"),
-        (lambda writer: writer.write("a", 2, b"123"), PromiseError, "has 4 bytes as promised, not 2 to 5"),
-        (lambda writer: writer.write("x", 0, b"1"), PromiseError, "nobody promised a tensor 'x'"),
+        (lambda writer: None, MetadataMismatchError, "'a' was promised and never written"),
+        (lambda writer: writer.write("a", 0, b"12"), MetadataMismatchError, "bytes 2 to 4 of tensor 'a'"),
+        (lambda writer: writer.write("a", 1, b"12"), MetadataMismatchError, "bytes 0 to 1 of tensor 'a'"),
+        (lambda writer: (writer.write("a", 0, b"1"), writer.write("a", 3, b"1")), MetadataMismatchError, "1 to 3"),
+        (lambda writer: (writer.write("a", 0, b"1234"), writer.write("a", 2, b"1")), MetadataMismatchError, "2 to 3"),
+        (lambda writer: writer.write("a", 2, b"123"), MetadataMismatchError, "has 4 bytes as promised, not 2 to 5"),
+        (lambda writer: writer.write("x", 0, b"1"), MetadataMismatchError, "nobody promised a tensor 'x'"),
         (
             lambda writer: writer.copy("a", MemorySource(b"12345")),
-            PromiseError,
+            MetadataMismatchError,
             "4 bytes as promised, not 0 to 5",
         ),
-        (lambda writer: writer.copy("a", MemorySource(b"123")), PromiseError, "3 to 4"),
+        (lambda writer: writer.copy("a", MemorySource(b"123")), MetadataMismatchError, "3 to 4"),
         (lambda writer: writer.copy("a", FailedSource(4, SourceError("gone"))), SourceError, "gone"),
     ],
 )
@@ -102,7 +102,7 @@ def test_incomplete_and_surplus(tmp_path: Path, write, error, message) -> None:
 def test_offsets_are_not_negative(tmp_path: Path, offset: int) -> None:
     """A negative offset would write into the tensor before."""
     with (
-        pytest.raises(PromiseError, match="as promised, not -"),
+        pytest.raises(MetadataMismatchError, match="as promised, not -"),
         StreamingWriter(tmp_path / "m", [TensorMeta("a", "U8", [4])]) as writer,
     ):
         writer.write("a", offset, b"12345"[:4])
@@ -115,13 +115,13 @@ def test_a_mistake_in_a_thread_is_not_forgotten(tmp_path: Path) -> None:
     writer.write("a", 0, b"1234")
 
     def twice() -> None:
-        with pytest.raises(PromiseError, match="written twice"):
+        with pytest.raises(MetadataMismatchError, match="written twice"):
             writer.write("a", 0, b"9")
 
     thread = threading.Thread(target=twice)
     thread.start()
     thread.join()
-    with pytest.raises(PromiseError, match="written twice"):
+    with pytest.raises(MetadataMismatchError, match="written twice"):
         writer.commit()
     assert files(tmp_path) == []
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvflare_lazy.errors import DiskFullError, QuotaExceededError, ScratchError, ScratchGoneError
+from nvflare_lazy.errors import DiskFullError, QuotaExceededError, ScratchDeletedError, ScratchError
 from nvflare_lazy.scratch import JobScratch, account
 from tests.scratch.conftest import write_without_end
 
@@ -120,7 +120,7 @@ def test_only_plain_files_of_the_directory_are_adopted(job, tmp_path):
     for name in ("link", "directory", "pipe", "..", ".", "", "directory/x", "../model", str(tmp_path / "elsewhere")):
         with pytest.raises(ScratchError):
             download.adopt(name)
-    with pytest.raises(ScratchGoneError):
+    with pytest.raises(ScratchDeletedError):
         download.adopt("missing")
     assert job.used == 0
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from nvflare_lazy.errors import NVFlareLazyError, ReleasedScratchError, ScratchError, ScratchGoneError
+from nvflare_lazy.errors import NVFlareLazyError, ScratchDeletedError, ScratchError, ScratchReleasedError
 from nvflare_lazy.scratch import JobScratch, scratch_file
 from tests import measure
 from tests.scratch.conftest import bytes_of, names
@@ -121,7 +121,7 @@ def test_released_download_takes_no_more(job):
     assert (job.used, job.peak, download.nbytes) == (0, 1000, 0)
     uses = [lambda: file.pwrite(b"x", 0), lambda: file.preallocate(1), file.finish]
     for use in [*uses, download.new_file, lambda: download.adopt("x")]:
-        with pytest.raises(ReleasedScratchError, match="'of site-1' was released"):
+        with pytest.raises(ScratchReleasedError, match="'of site-1' was released"):
             use()
     file.close()
     download.release()
@@ -130,7 +130,7 @@ def test_released_download_takes_no_more(job):
 
 def test_errors_are_of_one_tree():
     """A receiver catches whatever happens to its scratch in one clause."""
-    assert issubclass(ReleasedScratchError, ScratchError)
+    assert issubclass(ScratchReleasedError, ScratchError)
     assert issubclass(ScratchError, NVFlareLazyError)
     assert issubclass(ScratchError, OSError)
 
@@ -146,9 +146,9 @@ def test_release_of_the_job_releases_its_downloads(root):
     assert names(root) == []
     assert all(download.released for download in downloads)
     for file in files:
-        with pytest.raises(ReleasedScratchError):
+        with pytest.raises(ScratchReleasedError):
             file.pwrite(b"x", 0)
-    with pytest.raises(ReleasedScratchError, match="open another one"):
+    with pytest.raises(ScratchReleasedError, match="open another one"):
         job.download()
 
 
@@ -205,11 +205,11 @@ def test_download_directory_deleted_underneath(job):
     file, unfinished = download.new_file(), download.new_file()
     file.pwrite(b"abc", 0)
     shutil.rmtree(download.path)
-    with pytest.raises(ScratchGoneError, match="deleted"):
+    with pytest.raises(ScratchDeletedError, match="deleted"):
         download.new_file()
-    with pytest.raises(ScratchGoneError, match="deleted"):
+    with pytest.raises(ScratchDeletedError, match="deleted"):
         file.finish()
-    with pytest.raises(ScratchGoneError, match="deleted"):
+    with pytest.raises(ScratchDeletedError, match="deleted"):
         unfinished.finish()
     download.release()
     assert job.used == 0
@@ -225,7 +225,7 @@ def test_file_deleted_while_it_is_written(job, monkeypatch):
     file = job.download().new_file()
     file.pwrite(bytes(1000), 0)
     file.path.unlink()
-    with pytest.raises(ScratchGoneError, match="while it was being written"):
+    with pytest.raises(ScratchDeletedError, match="while it was being written"):
         file.pwrite(bytes(8 << 20), 0)
     assert file._end < 2 << 20
 
@@ -238,7 +238,7 @@ def test_file_replaced_by_another(job, tmp_path):
         file.pwrite(b"abc", 0)
     replaced.path.unlink()
     replaced.path.write_bytes(b"xyz")
-    with pytest.raises(ScratchGoneError):
+    with pytest.raises(ScratchDeletedError):
         replaced.finish()
     download.path.rename(tmp_path / "moved")
     download.path.mkdir()

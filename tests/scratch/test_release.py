@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 
-from nvflare_lazy.errors import ReleasedScratchError
+from nvflare_lazy.errors import ScratchReleasedError
 from nvflare_lazy.scratch import JobScratch, directory, scratch_file
 from tests.scratch.conftest import names
 
@@ -48,7 +48,7 @@ def test_release_races_eight_writers(root, what, no_gc):
             time.sleep(random.random() / 500)
             (job if what == "job" else download).release()
             assert not download.path.exists()
-            assert [type(writer.result()) for writer in writers] == [ReleasedScratchError] * 8
+            assert [type(writer.result()) for writer in writers] == [ScratchReleasedError] * 8
             assert job.used == 0
             assert what == "download" or not job.path.exists()
         assert names(outer.path) == []
@@ -86,7 +86,7 @@ def test_long_write_is_cut_short(job, monkeypatch):
             time.sleep(0.001)
         download.release()
         assert file._end < 256 << 20
-        assert isinstance(writing.exception(), ReleasedScratchError)
+        assert isinstance(writing.exception(), ScratchReleasedError)
     assert job.used == 0
 
 
@@ -118,7 +118,7 @@ def test_release_does_not_hang_with_the_disk(job, monkeypatch, hanging_disk, cap
         assert not download.path.exists()
         assert "hanging" in caplog.text
         hanging_disk.set()
-        assert isinstance(writing.exception(), ReleasedScratchError)
+        assert isinstance(writing.exception(), ScratchReleasedError)
     assert len(os.listdir("/proc/self/fd")) == open_before
     assert job.used == 0
 
@@ -135,7 +135,7 @@ def test_release_explains_what_it_broke(job, monkeypatch, hanging_disk):
             time.sleep(0.001)
         download.release()
         hanging_disk.set()
-        assert type(writing.exception()) is ReleasedScratchError
+        assert type(writing.exception()) is ScratchReleasedError
 
 
 def test_release_while_a_file_is_created(job, monkeypatch):
@@ -151,7 +151,7 @@ def test_release_while_a_file_is_created(job, monkeypatch):
         return fd
 
     monkeypatch.setattr(os, "open", create_and_be_interrupted)
-    with pytest.raises(ReleasedScratchError):
+    with pytest.raises(ScratchReleasedError):
         download.new_file()
     assert names(job.path) == []
     assert len(os.listdir("/proc/self/fd")) == open_before
@@ -172,7 +172,7 @@ def test_release_from_a_signal_handler(job):
         try:
             timer = threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGUSR1))
             timer.start()
-            with pytest.raises(ReleasedScratchError):
+            with pytest.raises(ScratchReleasedError):
                 overwrite_without_end(file)
             timer.join()
         finally:

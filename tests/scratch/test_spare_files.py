@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nvflare_lazy.errors import ReleasedSourceError
+from nvflare_lazy.errors import SourceReleasedError
 from nvflare_lazy.scratch import JobScratch, spare_files
 from nvflare_lazy.tensors.tensor_file import FileSource
 from tests.scratch.conftest import bytes_of
@@ -95,7 +95,7 @@ def test_a_file_that_was_closed_is_used_again(job):
     download.release()
     assert spares(job) == [len(OLD)]
     received(job.download(), NEW)
-    with pytest.raises(ReleasedSourceError):
+    with pytest.raises(SourceReleasedError):
         source.read()
 
 

@@ -12,7 +12,7 @@ import weakref
 import numpy as np
 import pytest
 
-from nvflare_lazy.errors import LazyTensorError, ReleasedSourceError, SourceError, TruncatedSourceError
+from nvflare_lazy.errors import LazyTensorError, SourceError, SourceReleasedError, TruncatedSourceError
 from nvflare_lazy.tensors import tensor_file
 from nvflare_lazy.tensors.byte_source import FailedSource, MemorySource, SourceSlice
 from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile, open_source
@@ -122,7 +122,7 @@ def test_closed_file_raises(tmp_path):
     file.close()
     file.close()
     assert file.closed
-    with pytest.raises(ReleasedSourceError, match="has been released"):
+    with pytest.raises(SourceReleasedError, match="has been released"):
         source.read()
 
 
@@ -143,7 +143,7 @@ def test_close_never_races_a_read(tmp_path):
                     data = bytes(source.read())
                     if data != b"a" * 4096:
                         wrong.append(data)
-            except ReleasedSourceError:
+            except SourceReleasedError:
                 pass
 
         readers = [threading.Thread(target=read) for _ in range(2)]

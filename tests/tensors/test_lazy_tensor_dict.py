@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import nvflare_lazy
-from nvflare_lazy.errors import ReleasedSourceError
+from nvflare_lazy.errors import SourceReleasedError
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.tensor_entry import TensorEntry
@@ -132,7 +132,7 @@ def test_cleanup_releases_now(tmp_path):
     made.cleanup()
     assert lease.released == 1
     for tensor in (held, part, made["a"], made["b"]):
-        with pytest.raises(ReleasedSourceError, match="released"):
+        with pytest.raises(SourceReleasedError, match="released"):
             tensor.sum()
     assert made["a"].shape == (2, 5)
     assert list(made) == ["a", "b", "tied"]

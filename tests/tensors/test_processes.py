@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from nvflare_lazy.errors import ReleasedSourceError
+from nvflare_lazy.errors import SourceReleasedError
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
@@ -67,7 +67,7 @@ def check_at_random(made: LazyTensorDict, seed: int, wrong: list[str]) -> None:
                 good = np.array_equal(tile, wanted.flatten()[32:96].numpy())
             if not good:
                 wrong.append(use)
-    except ReleasedSourceError:
+    except SourceReleasedError:
         pass
     except Exception as error:
         wrong.append(repr(error))

@@ -229,7 +229,7 @@ def test_scratch_deleted(net):
     """A scratch directory that is deleted underneath is an error by that name."""
     ref_id = net["site_1"].call(bad_senders.offer, 16, "is slow")
     outcome = net["server"].call(bad_senders.receive, "site-1", ref_id, delete_after=0.2)
-    assert_failed(outcome, "ScratchGoneError")
+    assert_failed(outcome, "ScratchDeletedError")
 
 
 def test_receiver_dies(net, tmp_path):

@@ -15,7 +15,7 @@ import torch
 
 from nvflare_lazy.aggregation.reduction import Reduction
 from nvflare_lazy.aggregation.rounding import ROUNDING_BYTES, round_into
-from nvflare_lazy.errors import UncomputableTensorError
+from nvflare_lazy.errors import AggregationDtypeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -144,7 +144,7 @@ class _Combination(Reduction):
 def refuse_complex(group: Group, rule: Rule) -> None:
     """Raise for tensors whose elements have no order."""
     if group.dtype.is_complex:
-        raise UncomputableTensorError(
+        raise AggregationDtypeError(
             f"{group.names[0]!r} is {group.dtype}: complex numbers have no order to go by for "
             f"{rule.describe()['name']!r}; exclude the tensor, or use a mean"
         )

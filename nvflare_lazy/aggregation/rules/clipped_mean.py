@@ -18,7 +18,7 @@ from nvflare_lazy.aggregation.noise import GaussianNoise
 from nvflare_lazy.aggregation.reduction import LinearCombination
 from nvflare_lazy.aggregation.rules.base import Rule
 from nvflare_lazy.aggregation.statistics import SquaredNorms
-from nvflare_lazy.errors import ReferenceNeededError
+from nvflare_lazy.errors import MissingReferenceError
 
 if TYPE_CHECKING:
     from nvflare_lazy.aggregation.reduction import Reduction
@@ -63,7 +63,7 @@ class ClippedMean(Rule):
     def prepare(self, this_round: Round) -> Reduction:
         is_full = this_round.params_type == "FULL"
         if is_full and not this_round.has_reference:
-            raise ReferenceNeededError(
+            raise MissingReferenceError(
                 "clipped_mean clips differences from the global model, and the contributors send whole models: give "
                 "the global model as reference, or send differences and say params_type='DIFF'"
             )
