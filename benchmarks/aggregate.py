@@ -33,7 +33,7 @@ import nvflare_lazy
 from benchmarks.machine import describe_machine
 from benchmarks.measuring import MIB, PeakMemory, in_turns
 from nvflare_lazy.aggregation import Aggregation
-from nvflare_lazy.tensors.raw_bytes import storage_bytes
+from nvflare_lazy.tensors.tensor_memory import storage_bytes
 from tests.measure import rss_anon
 
 BUFFER_BYTES = MIB

@@ -13,7 +13,7 @@ import torch
 from nvflare_lazy._system import available_cores
 from nvflare_lazy._text import format_size
 from nvflare_lazy.errors import MemoryBudgetError
-from nvflare_lazy.tensors.raw_bytes import storage_bytes
+from nvflare_lazy.tensors.tensor_memory import storage_bytes
 
 #: Tiles begin at multiples of this many elements: statistics are summed in blocks of it, whatever the tile size.
 BLOCK = 512

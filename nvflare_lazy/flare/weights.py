@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nvflare_lazy.errors import UnsupportedDtypeError
-from nvflare_lazy.formats.cast_source import CastSource
+from nvflare_lazy.formats.converted_sources import CastSource
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.lazy_array import LazyArray

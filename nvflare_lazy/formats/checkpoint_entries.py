@@ -14,13 +14,13 @@ import torch
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import StorageError, TensorGeometryError, UnsupportedDtypeError, UnsupportedTensorError
+from nvflare_lazy.formats.converted_sources import ByteSwappedSource, SignFlippedSource
 from nvflare_lazy.formats.pickled_tensors import StorageRef, TensorRef, UnsupportedTensor
-from nvflare_lazy.formats.rewritten_source import ByteSwappedSource, SignFlippedSource
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.byte_source import FailedSource
-from nvflare_lazy.tensors.raw_bytes import extent
 from nvflare_lazy.tensors.strided_source import is_contiguous
 from nvflare_lazy.tensors.tensor_entry import TensorEntry
+from nvflare_lazy.tensors.tensor_memory import extent
 
 if TYPE_CHECKING:
     from nvflare_lazy.formats.checkpoint_tree import TensorRecord

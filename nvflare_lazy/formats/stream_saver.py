@@ -16,7 +16,7 @@ import torch
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import MetadataMismatchError, UnserializableTensorError, UnsupportedDtypeError
-from nvflare_lazy.formats.cast_source import CastSource
+from nvflare_lazy.formats.converted_sources import CastSource
 from nvflare_lazy.formats.safetensors_layout import StateDictMeta, TensorMeta, in_file_order
 from nvflare_lazy.formats.streaming_writer import StreamingWriter
 from nvflare_lazy.formats.tensor_content import bytes_of, meta_of

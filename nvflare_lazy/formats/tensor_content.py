@@ -13,7 +13,7 @@ import torch
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import UnserializableTensorError, UnsupportedDtypeError
-from nvflare_lazy.formats.cast_source import CastSource, check_cast
+from nvflare_lazy.formats.converted_sources import CastSource, check_cast
 from nvflare_lazy.formats.safetensors_layout import TensorMeta
 from nvflare_lazy.formats.safetensors_reader import UntypedEntry
 from nvflare_lazy.tensors import dtypes
@@ -21,8 +21,8 @@ from nvflare_lazy.tensors.byte_source import ByteSource, MemorySource
 from nvflare_lazy.tensors.dtypes import ElementType
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.tensors.raw_bytes import storage_bytes
 from nvflare_lazy.tensors.tensor_entry import TensorEntry
+from nvflare_lazy.tensors.tensor_memory import storage_bytes
 
 
 def meta_of(name: str, value: object, *, dtype: torch.dtype | None = None) -> TensorMeta:

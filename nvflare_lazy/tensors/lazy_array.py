@@ -14,9 +14,9 @@ import numpy as np
 
 from nvflare_lazy.errors import UnsupportedDtypeError
 from nvflare_lazy.tensors import dtypes
-from nvflare_lazy.tensors.array_operators import ArrayOperators
+from nvflare_lazy.tensors._array_operators import ArrayOperators
+from nvflare_lazy.tensors._undispatched_methods import refuse_write
 from nvflare_lazy.tensors.byte_source import bytes_of
-from nvflare_lazy.tensors.immutability import refuse_write
 from nvflare_lazy.tensors.strided_source import contiguous_strides
 
 if TYPE_CHECKING:

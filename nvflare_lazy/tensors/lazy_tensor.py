@@ -17,25 +17,24 @@ from torch.utils._pytree import tree_map
 
 from nvflare_lazy.errors import UnsupportedTensorError
 from nvflare_lazy.tensors import dtypes
+from nvflare_lazy.tensors._parallel_read import LEAST_SHARED_BYTES
+from nvflare_lazy.tensors._storage import LazyStorage, Place
+from nvflare_lazy.tensors._torch_operators import OperatorTraits, SharedLoads, pending_signs_minded, traits_of
+from nvflare_lazy.tensors._undispatched_methods import HANDLERS, DirectUses, refuse_write
 from nvflare_lazy.tensors.byte_source import MemorySource, bytes_of
-from nvflare_lazy.tensors.direct_uses import HANDLERS, DirectUses
-from nvflare_lazy.tensors.immutability import refuse_write
-from nvflare_lazy.tensors.lazy_storage import LazyStorage, Place
-from nvflare_lazy.tensors.operators import OperatorTraits, SharedLoads, pending_signs_minded, traits_of
-from nvflare_lazy.tensors.raw_bytes import (
+from nvflare_lazy.tensors.strided_source import (
+    StridedSource,
+    check_geometry,
+    contiguous_strides,
+    is_contiguous,
+)
+from nvflare_lazy.tensors.tensor_memory import (
     borrowed_bytes,
     extent,
     new_memory,
     owned_bytes,
     storage_bytes,
     torch_is_watched,
-)
-from nvflare_lazy.tensors.shared_work import LEAST_SHARED_BYTES
-from nvflare_lazy.tensors.strided_source import (
-    StridedSource,
-    check_geometry,
-    contiguous_strides,
-    is_contiguous,
 )
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nvflare_lazy.tensors.byte_source import ByteSource
-from nvflare_lazy.tensors.raw_bytes import extent
+from nvflare_lazy.tensors.tensor_memory import extent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

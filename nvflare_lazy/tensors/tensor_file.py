@@ -18,8 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from nvflare_lazy.errors import SourceError, SourceReleasedError, TruncatedSourceError
+from nvflare_lazy.tensors._parallel_read import LEAST_SHARED_BYTES, in_shares
 from nvflare_lazy.tensors.byte_source import ByteSource
-from nvflare_lazy.tensors.shared_work import LEAST_SHARED_BYTES, in_shares
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

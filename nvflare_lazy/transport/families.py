@@ -19,8 +19,8 @@ from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.tensors.raw_bytes import storage_bytes
 from nvflare_lazy.tensors.strided_source import StridedSource
+from nvflare_lazy.tensors.tensor_memory import storage_bytes
 
 if TYPE_CHECKING:
     from nvflare_lazy.tensors.byte_source import ByteSource

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nvflare_lazy.errors import StorageError
+from nvflare_lazy.formats.converted_sources import ByteSwappedSource, SignFlippedSource
 from nvflare_lazy.formats.lazy_data import (
     LazyDataSource,
     LegacyMultiStorageSource,
@@ -19,7 +20,6 @@ from nvflare_lazy.formats.lazy_data import (
     ZipSource,
     open_pytorch,
 )
-from nvflare_lazy.formats.rewritten_source import ByteSwappedSource, SignFlippedSource
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.tensor_file import TensorFile
 from tests.formats import pytorch_files as files

@@ -9,7 +9,7 @@ from torch.utils import _pytree
 
 from nvflare_lazy.tensors.byte_source import ByteSource, MemorySource
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.tensors.raw_bytes import storage_bytes
+from nvflare_lazy.tensors.tensor_memory import storage_bytes
 
 
 class CountingSource(MemorySource):

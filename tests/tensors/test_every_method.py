@@ -18,7 +18,7 @@ from nvflare_lazy.errors import ImmutableTensorError
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.tensors.raw_bytes import storage_bytes
+from nvflare_lazy.tensors.tensor_memory import storage_bytes
 from tests.tensors.lazily import copied, lazy
 
 X = torch.arange(12.0).reshape(3, 4) + 1

@@ -22,8 +22,8 @@ from nvflare_lazy.errors import ImmutableTensorError
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.tensors.raw_bytes import storage_bytes
 from nvflare_lazy.tensors.tensor_file import open_source
+from nvflare_lazy.tensors.tensor_memory import storage_bytes
 from tests.tensors.lazily import CountingSource, Untouchable, assert_same, lazy, random
 
 ALL_DTYPES = [row.torch for row in dtypes.ELEMENT_TYPES if row.torch is not None]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from nvflare_lazy.tensors import strided_source
 from nvflare_lazy.tensors.byte_source import MemorySource
-from nvflare_lazy.tensors.raw_bytes import extent
 from nvflare_lazy.tensors.strided_source import StridedSource, contiguous_strides, is_contiguous
 from nvflare_lazy.tensors.tensor_file import open_source
+from nvflare_lazy.tensors.tensor_memory import extent
 from tests.tensors.byte_source_contract import ByteSourceContract
 
 

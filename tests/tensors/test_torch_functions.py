@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 from nvflare_lazy.errors import ImmutableTensorError, UnsupportedDtypeError, UnsupportedTensorError
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.tensors.raw_bytes import storage_bytes
+from nvflare_lazy.tensors.tensor_memory import storage_bytes
 from tests.tensors.lazily import assert_same, copied, lazy
 
 

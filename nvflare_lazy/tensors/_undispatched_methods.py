@@ -12,15 +12,28 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from nvflare_lazy.tensors.immutability import refuse_write
-from nvflare_lazy.tensors.lazy_storage import LazyStorage, Place
-from nvflare_lazy.tensors.raw_bytes import new_memory
+from nvflare_lazy.errors import ImmutableTensorError
+from nvflare_lazy.tensors._storage import LazyStorage, Place
+from nvflare_lazy.tensors.tensor_memory import new_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy as np
     from typing_extensions import Self
+
+
+def refuse_write(what: str, kind: str = "tensor") -> NoReturn:
+    """Raise the error for a write.
+
+    Args:
+        what: What would have written, as its caller knows it.
+        kind: What it would have written to.
+    """
+    raise ImmutableTensorError(
+        f"{what} would write to a lazy {kind}, whose elements are in a file that others read too: "
+        f"call materialize() on it and write to the {kind} that returns"
+    )
 
 
 class DirectUses(torch.Tensor):

@@ -12,7 +12,7 @@ import torch
 
 from nvflare_lazy.errors import SourceError
 from nvflare_lazy.tensors.byte_source import ByteSource
-from nvflare_lazy.tensors.raw_bytes import new_memory, storage_bytes
+from nvflare_lazy.tensors.tensor_memory import new_memory, storage_bytes
 
 
 class LazyStorage:

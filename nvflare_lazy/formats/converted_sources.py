@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor's bytes in another floating-point type, cast as they are read.
+"""Byte sources that convert the elements of another one as they are read.
 
-Lets a checkpoint be saved narrower or wider than it is without the saver knowing: it reads tiles, and each tile is
-rounded on its way, exactly as `torch.Tensor.to` rounds.
+Saving reads tensors in another floating-point type, rounded tile by tile exactly as `torch.Tensor.to` rounds; opening
+a PyTorch file reads storages of big-endian files, and views that are conjugated or negated, as `torch.load` would
+return them.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from nvflare_lazy.errors import UnsupportedDtypeError
 from nvflare_lazy.tensors.byte_source import ByteSource
-from nvflare_lazy.tensors.raw_bytes import storage_bytes
+from nvflare_lazy.tensors.tensor_memory import storage_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nvflare_lazy.tensors.tensor_file import TensorFile
 
 # What is cast at once stays in the cache of a core.
@@ -100,3 +105,67 @@ def _largest_that_fits(from_dtype: torch.dtype, to_dtype: torch.dtype) -> float 
     """Return the largest finite value of the new type, or None if no finite value of the old one is larger."""
     old, new = torch.finfo(from_dtype).max, torch.finfo(to_dtype).max
     return new if new < old else None
+
+
+class _RewrittenSource(ByteSource):
+    """Elements of `width` bytes that are changed in place after they were read."""
+
+    def __init__(self, base: ByteSource, width: int) -> None:
+        self._base = base
+        self._width = width
+        self.nbytes = base.nbytes
+
+    def describe(self) -> str:
+        return self._base.describe()
+
+    def file(self) -> TensorFile | None:
+        return self._base.file()
+
+    def _read_into(self, buffer: memoryview, offset: int) -> None:
+        before = offset % self._width
+        after = -(offset + len(buffer)) % self._width
+        if not before and not after:
+            self._base.read_into(buffer, offset)
+            self._rewrite(np.frombuffer(buffer, dtype=np.uint8))
+            return
+        # Whole elements around the bytes that were asked for; a storage may end in less than one.
+        start = offset - before
+        stop = min(offset + len(buffer) + after, self.nbytes)
+        block = self._base.read(start, stop - start)
+        self._rewrite(np.frombuffer(block, dtype=np.uint8)[: len(block) // self._width * self._width])
+        buffer[:] = memoryview(block)[before : before + len(buffer)]
+
+    @abstractmethod
+    def _rewrite(self, elements: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """Change whole elements in place."""
+
+
+class ByteSwappedSource(_RewrittenSource):
+    """The bytes of `base` with each word of `width` bytes turned around.
+
+    Args:
+        base: Bytes of a machine of the other byte order.
+        width: Bytes of a number: half an element for complex ones.
+    """
+
+    def _rewrite(self, elements: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        elements.view(f"u{self._width}").byteswap(inplace=True)
+
+
+class SignFlippedSource(_RewrittenSource):
+    """The elements of `base` with the sign of some of their parts turned.
+
+    Args:
+        base: Floating-point or complex numbers of this machine's byte order.
+        width: Bytes of a number: half an element for complex ones.
+        flipped: For each part of an element, whether its sign is turned.
+    """
+
+    def __init__(self, base: ByteSource, width: int, flipped: Sequence[bool]) -> None:
+        super().__init__(base, width * len(flipped))
+        sign = 1 << (8 * width - 1)
+        self._signs = np.array([sign if part else 0 for part in flipped], dtype=f"u{width}")
+
+    def _rewrite(self, elements: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        parts = elements.view(self._signs.dtype).reshape(-1, len(self._signs))
+        np.bitwise_xor(parts, self._signs, out=parts)

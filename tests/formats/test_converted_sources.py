@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvflare_lazy.errors import UnsupportedDtypeError
-from nvflare_lazy.formats import cast_source
-from nvflare_lazy.formats.cast_source import CastSource
+from nvflare_lazy.formats import converted_sources
+from nvflare_lazy.formats.converted_sources import CastSource
 from nvflare_lazy.tensors.byte_source import MemorySource
-from nvflare_lazy.tensors.raw_bytes import storage_bytes
 from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
+from nvflare_lazy.tensors.tensor_memory import storage_bytes
 from tests.tensors.byte_source_contract import ByteSourceContract
 
 FLOATS = [
@@ -58,7 +58,7 @@ class TestNarrowing(ByteSourceContract):
 class TestWideningInSmallTiles(ByteSourceContract):
     @pytest.fixture(autouse=True)
     def small_tiles(self, monkeypatch):
-        monkeypatch.setattr(cast_source, "_TILE_ELEMENTS", 5)
+        monkeypatch.setattr(converted_sources, "_TILE_ELEMENTS", 5)
 
     def make(self, tmp_path):
         values = torch.randn(77, generator=torch.Generator().manual_seed(1)).half()

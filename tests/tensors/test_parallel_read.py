@@ -11,8 +11,8 @@ import threading
 import pytest
 
 from nvflare_lazy.errors import TruncatedSourceError
-from nvflare_lazy.tensors import shared_work
-from nvflare_lazy.tensors.shared_work import LEAST_SHARED_BYTES, in_shares
+from nvflare_lazy.tensors import _parallel_read
+from nvflare_lazy.tensors._parallel_read import LEAST_SHARED_BYTES, in_shares
 from nvflare_lazy.tensors.tensor_file import open_source
 
 MANY = 4 * LEAST_SHARED_BYTES + 5
@@ -21,8 +21,8 @@ MANY = 4 * LEAST_SHARED_BYTES + 5
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch):
     """Have helpers on any machine."""
-    monkeypatch.setattr(shared_work, "available_cores", lambda: 4)
-    monkeypatch.setattr(shared_work, "_helpers", shared_work._Helpers())
+    monkeypatch.setattr(_parallel_read, "available_cores", lambda: 4)
+    monkeypatch.setattr(_parallel_read, "_helpers", _parallel_read._Helpers())
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_short_work_stays_with_the_caller(nbytes):
 def test_busy_helpers_keep_nobody_waiting():
     """A caller does everything itself while the helpers are busy with another's work."""
     release, busy, own = threading.Event(), threading.Barrier(5, timeout=30), threading.get_ident()
-    first_four = {begin for begin, _ in shared_work._pieces(MANY, 4)[:4]}
+    first_four = {begin for begin, _ in _parallel_read._pieces(MANY, 4)[:4]}
 
     def hold(begin, end):
         if begin in first_four:
@@ -102,8 +102,8 @@ def test_errors_wait_for_the_helpers(own):
 
 def test_memory_is_let_go(tmp_path):
     """What helpers have not looked at yet does not hold on to the caller's memory."""
-    job = shared_work._Job(lambda begin, end: None, MANY, 3)
-    job.run(shared_work._Helpers())
+    job = _parallel_read._Job(lambda begin, end: None, MANY, 3)
+    job.run(_parallel_read._Helpers())
     job.help()
     assert not hasattr(job, "_work")
 
@@ -137,8 +137,8 @@ def test_reading_while_the_interpreter_ends(tmp_path):
     path.write_bytes(b"x" * MANY)
     script = f"""
 import atexit, threading
-from nvflare_lazy.tensors import shared_work
-shared_work._helpers.most = 3
+from nvflare_lazy.tensors import _parallel_read
+_parallel_read._helpers.most = 3
 from nvflare_lazy.tensors.tensor_file import open_source
 source = open_source({str(path)!r})
 def refuse(thread):
@@ -154,13 +154,13 @@ atexit.register(lambda: print(source.read().count(b"x")))
 INTERRUPTED = """
 import signal, threading, time
 import torch
-from nvflare_lazy.tensors import shared_work
+from nvflare_lazy.tensors import _parallel_read
 from nvflare_lazy.tensors.tensor_file import TensorFile, open_source
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 
 NBYTES = 8 << 20
 open("data", "wb").write(bytes([170]) * NBYTES)
-shared_work._helpers.most = 1
+_parallel_read._helpers.most = 1
 real = TensorFile._read_part
 
 def slow(self, fd, buffer, offset):
@@ -205,4 +205,4 @@ def test_what_helpers_have_begun_is_done():
         done.append((begin, end))
 
     in_shares(work, LEAST_SHARED_BYTES)
-    assert sorted(done) == list(shared_work._pieces(LEAST_SHARED_BYTES, 2))
+    assert sorted(done) == list(_parallel_read._pieces(LEAST_SHARED_BYTES, 2))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
-from nvflare_lazy.tensors.immutability import refuse_write
+from nvflare_lazy.tensors._undispatched_methods import refuse_write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
