@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Casting while reading: the same bits as `torch.Tensor.to`, from any offset, and nothing but floats."""
+"""Casts, byte order and signs while reading: the same bits as torch and NumPy, from any offset, and only floats cast."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from nvflare_lazy.errors import UnsupportedDtypeError
 from nvflare_lazy.formats import converted_sources
-from nvflare_lazy.formats.converted_sources import CastSource
+from nvflare_lazy.formats.converted_sources import ByteSwappedSource, CastSource, SignFlippedSource
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
 from nvflare_lazy.tensors.tensor_memory import storage_bytes
@@ -123,3 +124,27 @@ def test_counts_what_does_not_fit(from_dtype, to_dtype, values, overflows):
     source = cast(torch.tensor(values, dtype=torch.float64).to(from_dtype), to_dtype)
     source.read()
     assert source.overflows == overflows
+
+
+class TestByteSwappedSource(ByteSourceContract):
+    def make(self, tmp_path):
+        data = np.arange(160, dtype="<u4")
+        return ByteSwappedSource(MemorySource(data.tobytes()), 4), data.astype(">u4").tobytes()
+
+
+class TestByteSwappedSourceWithAnOddEnd(ByteSourceContract):
+    def make(self, tmp_path):
+        data = np.arange(80, dtype="<u8")
+        return ByteSwappedSource(MemorySource(data.tobytes() + b"end"), 8), data.astype(">u8").tobytes() + b"end"
+
+
+class TestSignFlippedSource(ByteSourceContract):
+    def make(self, tmp_path):
+        data = np.arange(1, 81, dtype="<c8") * (1 - 2j)
+        return SignFlippedSource(MemorySource(data.tobytes()), 4, (False, True)), data.conj().tobytes()
+
+
+class TestSignFlippedHalves(ByteSourceContract):
+    def make(self, tmp_path):
+        data = np.arange(-150, 150, dtype="<f2")
+        return SignFlippedSource(MemorySource(data.tobytes()), 2, (True,)), (-data).tobytes()

@@ -7,12 +7,10 @@ import gc
 import os
 import threading
 
-import numpy as np
 import pytest
 import torch
 
 from nvflare_lazy.errors import StorageError
-from nvflare_lazy.formats.converted_sources import ByteSwappedSource, SignFlippedSource
 from nvflare_lazy.formats.lazy_data import (
     LazyDataSource,
     LegacyMultiStorageSource,
@@ -20,10 +18,8 @@ from nvflare_lazy.formats.lazy_data import (
     ZipSource,
     open_pytorch,
 )
-from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.tensor_file import TensorFile
 from tests.formats import pytorch_files as files
-from tests.tensors.byte_source_contract import ByteSourceContract
 
 KINDS = {
     "zip": (files.save_zip, LazyDataSource.from_zip, ZipSource),
@@ -183,27 +179,3 @@ def test_a_part_of_a_legacy_file_does_not_need_the_rest(tmp_path, rchar):
     read = rchar()
     assert open_pytorch(tmp_path / "model.pt")["31"][7].item() == 31
     assert rchar() - read < MIB // 2
-
-
-class TestByteSwappedSource(ByteSourceContract):
-    def make(self, tmp_path):
-        data = np.arange(160, dtype="<u4")
-        return ByteSwappedSource(MemorySource(data.tobytes()), 4), data.astype(">u4").tobytes()
-
-
-class TestByteSwappedSourceWithAnOddEnd(ByteSourceContract):
-    def make(self, tmp_path):
-        data = np.arange(80, dtype="<u8")
-        return ByteSwappedSource(MemorySource(data.tobytes() + b"end"), 8), data.astype(">u8").tobytes() + b"end"
-
-
-class TestSignFlippedSource(ByteSourceContract):
-    def make(self, tmp_path):
-        data = np.arange(1, 81, dtype="<c8") * (1 - 2j)
-        return SignFlippedSource(MemorySource(data.tobytes()), 4, (False, True)), data.conj().tobytes()
-
-
-class TestSignFlippedHalves(ByteSourceContract):
-    def make(self, tmp_path):
-        data = np.arange(-150, 150, dtype="<f2")
-        return SignFlippedSource(MemorySource(data.tobytes()), 2, (True,)), (-data).tobytes()
