@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Casts, byte order and signs while reading: the same bits as torch and NumPy, from any offset, and only floats cast."""
+"""Casts, byte order and signs while reading: the same bits as torch and NumPy give, and only floats are cast."""
 
 from __future__ import annotations
 
