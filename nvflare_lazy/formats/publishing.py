@@ -38,7 +38,7 @@ def publish_file(file: AtomicFile) -> str:
     return file.path
 
 
-def publish_shards(shards: Sequence[tuple[AtomicFile, Sequence[str]]], path: str, total_size: int) -> str:
+def publish_shards(shards: Sequence[tuple[AtomicFile, Iterable[str]]], path: str, total_size: int) -> str:
     """Let a checkpoint of several files appear, in place of whatever checkpoint had its name.
 
     Args:

@@ -16,19 +16,24 @@ library in this, and in nothing else:
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import SafetensorsError
+from nvflare_lazy.errors import MetadataMismatchError, SafetensorsError, UnserializableTensorError
+from nvflare_lazy.formats import strict_json
 from nvflare_lazy.formats.strict_json import JsonCursor
 from nvflare_lazy.tensors import dtypes
-from nvflare_lazy.tensors.dtypes import ElementType
+from nvflare_lazy.tensors.tensor_file import StoredTensor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
     from typing_extensions import Buffer
 
+    from nvflare_lazy.tensors.dtypes import ElementType
     from nvflare_lazy.tensors.tensor_file import TensorFile
 
 #: Bytes of the header's length, which come before it.
@@ -38,6 +43,7 @@ MAX_HEADER_BYTES = 100_000_000
 #: The key of a header that is no tensor's name.
 METADATA_KEY = "__metadata__"
 
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _MOST_DIMENSIONS = 64
 _MOST_COUNTABLE = (1 << 63) - 1
@@ -50,37 +56,28 @@ _USUAL_ENTRY = re.compile(
 )
 
 
-class TensorSpan(NamedTuple):
-    """One tensor of a header: what it is and where it lies, counted from the end of the header."""
-
-    element_type: ElementType
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
 @dataclass(frozen=True)
 class SafetensorsHeader:
     """A header that keeps all the rules.
 
     Attributes:
-        tensors: The tensors by name, in the order in which they lie in the file.
+        tensors: The tensors by name, in the order of their bytes. Their offsets count from the beginning of the file.
         metadata: The text stored with them.
-        data_start: Where the data begins, counted from the beginning of the file.
+        data_start: The position of the first byte of data.
     """
 
-    tensors: dict[str, TensorSpan]
+    tensors: dict[str, StoredTensor]
     metadata: dict[str, str]
     data_start: int
 
     @property
-    def data_nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return max((span.end for span in self.tensors.values()), default=0)
+    def total_nbytes(self) -> int:
+        """The size of the whole file or message."""
+        return end_of(self.tensors, self.data_start)
 
     def check_total(self, total_nbytes: int, where: str) -> None:
         """Raise unless a file or message of `total_nbytes` ends where its last tensor does."""
-        expected = self.data_start + self.data_nbytes
+        expected = self.total_nbytes
         if total_nbytes < expected:
             raise SafetensorsError(
                 "data-truncated",
@@ -159,21 +156,102 @@ def parse_header(text: Buffer, where: str) -> SafetensorsHeader:
     if bytes(text[:1]) != b"{":
         raise SafetensorsError("header-start", f"{where}: a header begins with '{{', this one with {bytes(text[:1])!r}")
     cursor = JsonCursor(text, where)
-    tensors: dict[str, TensorSpan] = {}
+    tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, str] = {}
+    data_start = PREFIX_BYTES + len(text)
     for key in cursor.members():
         if key == METADATA_KEY:
             metadata = _metadata(cursor, where)
         else:
-            tensors[key] = _span(_entry(cursor), where, key)
+            tensors[key] = _stored(_entry(cursor), data_start, where, key)
     if not cursor.only_spaces_follow():
         raise SafetensorsError(
             "header-padding", f"{where}: only spaces may follow the header's JSON, up to its given length"
         )
     # Stable: empty tensors keep the order of the header.
     tensors = dict(sorted(tensors.items(), key=lambda item: item[1][2:]))
-    _check_coverage(tensors, where)
-    return SafetensorsHeader(tensors, metadata, PREFIX_BYTES + len(text))
+    _check_coverage(tensors, data_start, where)
+    return SafetensorsHeader(tensors, metadata, data_start)
+
+
+def encode_header(
+    tensors: Iterable[tuple[str, str, Sequence[int]]],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    where: str,
+    room: int | None = None,
+) -> tuple[bytes, dict[str, StoredTensor]]:
+    """Write the beginning of a file, up to its data, by the rules by which `parse_header` reads it.
+
+    Args:
+        tensors: Name, dtype as the format calls it, and shape of each tensor, in the order of their bytes.
+        metadata: Text to store with them.
+        where: What the file is, for messages.
+        room: The number of bytes to fill, with spaces if the header is shorter. Default: as many as it takes.
+
+    Returns:
+        The bytes, and the tensors by name with their positions in the file.
+
+    Example:
+        >>> start, contents = encode_header([("w", "F32", (2, 2))], where="model.safetensors")
+        >>> len(start), contents["w"].nbytes
+        (72, 16)
+    """
+    members = []
+    if metadata:
+        members.append(f'"{METADATA_KEY}":' + _to_json(_sorted_text(metadata, where)))
+    # Models have few different shapes: each is checked once.
+    known: dict[tuple[str, tuple[int, ...]], tuple[ElementType, tuple[int, ...], int, str]] = {}
+    laid: dict[str, tuple[ElementType, tuple[int, ...], int, int]] = {}
+    begin = 0
+    for name, dtype, shape in tensors:
+        if name in laid or name == METADATA_KEY:
+            raise MetadataMismatchError(f"{where}: {quoted(name)} is promised twice, or is the metadata's own name")
+        kind = known.get((dtype, tuple(shape)))
+        if kind is None:
+            row, sizes = _row(dtype, where, name), _shape([*shape], where, name)
+            text = f'"dtype":"{dtype}","shape":[{",".join(map(str, sizes))}]'
+            kind = known[dtype, sizes] = row, sizes, _nbytes(row, sizes, where, name), text
+        row, sizes, nbytes, text = kind
+        laid[name] = row, sizes, begin, nbytes
+        members.append(f'{_to_json(name)}:{{{text},"data_offsets":[{begin},{begin + nbytes}]}}')
+        begin += nbytes
+    if begin > _MOST_COUNTABLE:
+        raise SafetensorsError("size-overflow", f"{where}: {begin} bytes are more than can be counted in 63 bits")
+    if max(len(members), len(metadata or ())) > strict_json.MAX_MEMBERS:
+        raise SafetensorsError("too-many-tensors", f"{where}: more than {strict_json.MAX_MEMBERS} names in one header")
+    try:
+        data = f"{{{','.join(members)}}}".encode()
+    except UnicodeEncodeError as error:
+        raise UnserializableTensorError(f"{where}: a name or a piece of metadata cannot be written: {error}") from None
+    length = -(-len(data) // 8) * 8 if room is None else room - PREFIX_BYTES
+    if length < len(data):
+        raise AssertionError("more names than the room that was kept for them")
+    if length > MAX_HEADER_BYTES:
+        raise SafetensorsError(
+            "header-too-large", f"{where}: its header would have {length} bytes, the format allows 100 MB"
+        )
+    data_start = PREFIX_BYTES + length
+    contents = {
+        name: StoredTensor(row, sizes, data_start + begin, nbytes) for name, (row, sizes, begin, nbytes) in laid.items()
+    }
+    return length.to_bytes(PREFIX_BYTES, "little") + data.ljust(length), contents
+
+
+def end_of(contents: Mapping[str, StoredTensor], data_start: int = 0) -> int:
+    """Return the position after the last byte of some tensors."""
+    return max((stored.offset + stored.nbytes for stored in contents.values()), default=data_start)
+
+
+def _sorted_text(metadata: Mapping[str, object], where: str) -> dict[str, object]:
+    for key, value in metadata.items():
+        if not isinstance(key, str):
+            raise SafetensorsError("invalid-metadata", f"{where}: metadata is text by name, and {key!r} is no text")
+        if not isinstance(value, str):
+            raise SafetensorsError(
+                "invalid-metadata", f"{where}: metadata is text by name, but {key!r} has a {type(value).__name__}"
+            )
+    return dict(sorted(metadata.items()))
 
 
 def _metadata(cursor: JsonCursor, where: str) -> dict[str, str]:
@@ -201,20 +279,14 @@ def _entry(cursor: JsonCursor) -> dict[str, Any] | None:
     }
 
 
-def _span(entry: dict[str, Any] | None, where: str, name: str) -> TensorSpan:
+def _stored(entry: dict[str, Any] | None, data_start: int, where: str, name: str) -> StoredTensor:
     if entry is None or entry.keys() != _FIELDS:
         raise SafetensorsError(
             "invalid-entry",
             f"{where}: tensor {quoted(name)} must be an object of exactly dtype, shape and data_offsets"
             + ("" if entry is None else f", not of {quoted(', '.join(entry))}"),
         )
-    dtype = entry["dtype"]
-    row = dtypes.by_name(dtype) if type(dtype) is str else None
-    if row is None:
-        raise SafetensorsError(
-            "unknown-dtype",
-            f"{where}: tensor {quoted(name)} has the dtype {quoted(dtype)}, which the format does not know",
-        )
+    row = _row(entry["dtype"], where, name)
     shape = _shape(entry["shape"], where, name)
     expected = _nbytes(row, shape, where, name)
     begin, end = _offsets(entry["data_offsets"], where, name)
@@ -224,7 +296,17 @@ def _span(entry: dict[str, Any] | None, where: str, name: str) -> TensorSpan:
             f"{where}: tensor {quoted(name)} takes {expected} bytes as {list(shape)} {row.name}, "
             f"but its data_offsets span {end - begin}",
         )
-    return TensorSpan(row, shape, begin, end)
+    return StoredTensor(row, shape, data_start + begin, expected)
+
+
+def _row(dtype: object, where: str, name: str) -> ElementType:
+    row = dtypes.by_name(dtype) if type(dtype) is str else None
+    if row is None:
+        raise SafetensorsError(
+            "unknown-dtype",
+            f"{where}: tensor {quoted(name)} has the dtype {quoted(dtype)}, which the format does not know",
+        )
+    return row
 
 
 def _shape(value: object, where: str, name: str) -> tuple[int, ...]:
@@ -273,18 +355,17 @@ def _offsets(value: object, where: str, name: str) -> tuple[int, int]:
     )
 
 
-def _check_coverage(tensors: dict[str, TensorSpan], where: str) -> None:
-    reached, last = 0, ""
-    for name, span in tensors.items():
-        if span.begin != reached:
-            before = f"tensor {quoted(last)}" if last or reached else "the beginning of the data"
-            if span.begin > reached:
+def _check_coverage(tensors: dict[str, StoredTensor], data_start: int, where: str) -> None:
+    reached, last = data_start, ""
+    for name, (_, _, offset, nbytes) in tensors.items():
+        if offset != reached:
+            before = f"tensor {quoted(last)}" if last or reached > data_start else "the beginning of the data"
+            if offset > reached:
                 raise SafetensorsError(
                     "offset-gap",
-                    f"{where}: {span.begin - reached} bytes between {before} and tensor {quoted(name)} belong to no "
-                    "tensor",
+                    f"{where}: {offset - reached} bytes between {before} and tensor {quoted(name)} belong to no tensor",
                 )
             raise SafetensorsError(
-                "offset-overlap", f"{where}: tensor {quoted(name)} begins {reached - span.begin} bytes inside {before}"
+                "offset-overlap", f"{where}: tensor {quoted(name)} begins {reached - offset} bytes inside {before}"
             )
-        reached, last = span.end, name
+        reached, last = offset + nbytes, name

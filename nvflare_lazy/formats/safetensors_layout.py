@@ -8,19 +8,11 @@ whatever order they came.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import MetadataMismatchError, SafetensorsError, UnserializableTensorError
-from nvflare_lazy.formats.safetensors_header import (
-    MAX_HEADER_BYTES,
-    METADATA_KEY,
-    PREFIX_BYTES,
-    SafetensorsHeader,
-    parse_header,
-)
+from nvflare_lazy.errors import SafetensorsError
 from nvflare_lazy.tensors import dtypes
 
 _FILE_ORDER = (
@@ -59,18 +51,6 @@ class TensorMeta(NamedTuple):
 StateDictMeta = list[TensorMeta]
 
 
-class FileLayout(NamedTuple):
-    """The beginning of a file, up to its data, and what it says."""
-
-    start: bytes
-    header: SafetensorsHeader
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole file."""
-        return self.header.data_start + self.header.data_nbytes
-
-
 def in_file_order(state_dict_meta: Sequence[TensorMeta]) -> StateDictMeta:
     """Return the tensors as they will lie in the file: by type, the widest first, then by name."""
     return sorted(state_dict_meta, key=lambda meta: (_RANK.get(meta.dtype, len(_RANK)), meta.name))
@@ -87,51 +67,3 @@ def split_into_shards(state_dict_meta: Sequence[TensorMeta], max_shard_size: int
         shards[-1].append(meta)
         room -= meta.nbytes
     return shards
-
-
-def lay_out(state_dict_meta: Sequence[TensorMeta], metadata: Mapping[str, str] | None, where: str) -> FileLayout:
-    """Work out a file.
-
-    Args:
-        state_dict_meta: The tensors that will be in it, in any order.
-        metadata: Text to store with them.
-        where: What the file is, for messages.
-
-    Example:
-        >>> lay_out([TensorMeta("w", "F32", (2, 2))], None, "model.safetensors").nbytes
-        88
-    """
-    content: dict[str, Any] = {}
-    if metadata:
-        content[METADATA_KEY] = _sorted_text(metadata, where)
-    offset = 0
-    for meta in in_file_order(state_dict_meta):
-        if meta.name in content or meta.name == METADATA_KEY:
-            raise MetadataMismatchError(
-                f"{where}: {quoted(meta.name)} is promised twice, or is the metadata's own name"
-            )
-        end = offset + meta.nbytes
-        content[meta.name] = {"dtype": meta.dtype, "shape": [*meta.shape], "data_offsets": [offset, end]}
-        offset = end
-    try:
-        text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError as error:
-        raise UnserializableTensorError(f"{where}: a name or a piece of metadata cannot be written: {error}") from None
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
-        raise SafetensorsError(
-            "header-too-large", f"{where}: its header would have {len(text)} bytes, the format allows 100 MB"
-        )
-    # Read back by the strict reader: what breaks a rule is not written.
-    return FileLayout(len(text).to_bytes(PREFIX_BYTES, "little") + text, parse_header(text, where))
-
-
-def _sorted_text(metadata: Mapping[str, object], where: str) -> dict[str, object]:
-    for key, value in metadata.items():
-        if not isinstance(key, str):
-            raise SafetensorsError("invalid-metadata", f"{where}: metadata is text by name, and {key!r} is no text")
-        if not isinstance(value, str):
-            raise SafetensorsError(
-                "invalid-metadata", f"{where}: metadata is text by name, but {key!r} has a {type(value).__name__}"
-            )
-    return dict(sorted(metadata.items()))

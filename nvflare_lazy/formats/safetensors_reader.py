@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from nvflare_lazy.errors import UnsupportedDtypeError
-from nvflare_lazy.formats.safetensors_header import SafetensorsHeader, TensorSpan, read_header
+from nvflare_lazy.formats.safetensors_header import SafetensorsHeader, read_header
 from nvflare_lazy.tensors.byte_source import ByteSource
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.tensor_entry import TensorEntry
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.tensors.dtypes import ElementType
     from nvflare_lazy.tensors.lazy_array import LazyArray
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+    from nvflare_lazy.tensors.tensor_file import StoredTensor
 
 
 def open_safetensors(path: str | os.PathLike[str], *, keep_alive: object = None) -> LazyTensorDict:
@@ -46,25 +47,25 @@ def open_safetensors(path: str | os.PathLike[str], *, keep_alive: object = None)
 def entries_of(file: TensorFile, header: SafetensorsHeader) -> dict[str, TensorEntry]:
     """Return the recipes of a file's tensors, in the order in which they lie in the file."""
     return {
-        name: entry_of(FileSource(file, header.data_start + span.begin, span.end - span.begin), span)
-        for name, span in header.tensors.items()
+        name: entry_of(FileSource(file, stored.offset, stored.nbytes), stored)
+        for name, stored in header.tensors.items()
     }
 
 
-def entry_of(source: ByteSource, span: TensorSpan) -> TensorEntry:
+def entry_of(source: ByteSource, stored: StoredTensor) -> TensorEntry:
     """Return the recipe of one tensor of a header.
 
     Args:
         source: The tensor's bytes.
-        span: What the header says of it.
+        stored: What the header says of it.
     """
-    row, shape = span.element_type, span.shape
+    row, shape = stored.element_type, stored.shape
     if row.packed != 1 and shape:
         # The header counts elements, torch counts the bytes that several of them share.
         shape = (*shape[:-1], shape[-1] // row.packed)
-    whole = row.packed == 1 or (bool(span.shape) and span.shape[-1] % row.packed == 0)
+    whole = row.packed == 1 or (bool(stored.shape) and stored.shape[-1] % row.packed == 0)
     if row.torch is None or not whole:
-        return UntypedEntry(source, row, span.shape)
+        return UntypedEntry(source, row, stored.shape)
     return TensorEntry(source, row.torch, shape)
 
 

@@ -19,7 +19,8 @@ from nvflare_lazy.errors import MetadataMismatchError, SaveError
 from nvflare_lazy.formats.atomic_file import AtomicFile
 from nvflare_lazy.formats.copying import TILE_BYTES, copy_into
 from nvflare_lazy.formats.publishing import publish_file, publish_shards
-from nvflare_lazy.formats.safetensors_layout import TensorMeta, lay_out, split_into_shards
+from nvflare_lazy.formats.safetensors_header import encode_header, end_of
+from nvflare_lazy.formats.safetensors_layout import TensorMeta, in_file_order, split_into_shards
 from nvflare_lazy.formats.written_ranges import WrittenRanges
 from nvflare_lazy.tensors.strided_source import StridedSource
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
 
     from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.tensors.tensor_file import StoredTensor
 
 # Each is an open file until all of them are whole.
 _MOST_SHARDS = 500
@@ -76,7 +78,7 @@ class StreamingWriter:
         self.path = os.path.realpath(self.path)
         self._durable = durable
         self._places: dict[str, _Place] = {}
-        self._shards: list[tuple[AtomicFile, list[str]]] = []
+        self._shards: list[tuple[AtomicFile, dict[str, StoredTensor]]] = []
         self._lock = threading.Lock()
         self._tiles = threading.local()
         self._failure: Exception | None = None
@@ -88,16 +90,15 @@ class StreamingWriter:
             undo.pop_all()
 
     def _start_file(self, state_dict_meta: Sequence[TensorMeta], metadata: Mapping[str, str] | None) -> None:
-        layout = lay_out(state_dict_meta, metadata, self.path)
+        header, contents = encode_header(in_file_order(state_dict_meta), metadata, where=self.path)
         file = AtomicFile(self.path, durable=self._durable)
-        self._shards.append((file, list(layout.header.tensors)))
-        file.reserve(layout.nbytes)
-        file.write_at(layout.start, 0)
-        for name, span in layout.header.tensors.items():
+        self._shards.append((file, contents))
+        file.reserve(end_of(contents, len(header)))
+        file.write_at(header, 0)
+        for name, (_, _, offset, nbytes) in contents.items():
             if name in self._places:
                 raise MetadataMismatchError(f"{self.path}: tensor {quoted(name)} is promised twice")
-            nbytes = span.end - span.begin
-            self._places[name] = _Place(file, layout.header.data_start + span.begin, nbytes, WrittenRanges(nbytes))
+            self._places[name] = _Place(file, offset, nbytes, WrittenRanges(nbytes))
 
     def write(self, name: str, offset: int, data: Buffer) -> None:
         """Write some bytes of a tensor.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 # Each name costs a few hundred bytes once it is read, however short it is in the file.
-_MOST_MEMBERS = 1_000_000
+MAX_MEMBERS = 1_000_000
 # Longest text of a flat object: 64 dimensions of 20 digits and generous white space.
 _MOST_FLAT_TEXT = 16_384
 
@@ -61,9 +61,9 @@ class JsonCursor:
             key = self.string()
             if key in seen:
                 raise SafetensorsError("duplicate-key", f"{self._where}: the key {quoted(key)} stands there twice")
-            if len(seen) == _MOST_MEMBERS:
+            if len(seen) == MAX_MEMBERS:
                 raise SafetensorsError(
-                    "too-many-tensors", f"{self._where}: more than {_MOST_MEMBERS} names in one JSON object"
+                    "too-many-tensors", f"{self._where}: more than {MAX_MEMBERS} names in one JSON object"
                 )
             seen.add(key)
             self._take(":")

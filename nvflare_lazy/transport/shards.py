@@ -7,7 +7,6 @@ order. If tensors come one by one a shard keeps room for its header, and the nex
 
 from __future__ import annotations
 
-import json
 import threading
 from bisect import bisect_right
 from itertools import islice
@@ -15,10 +14,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from nvflare_lazy.errors import ProtocolError
+from nvflare_lazy.formats.safetensors_header import encode_header
 from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from nvflare_lazy.transport.families import Family
     from nvflare_lazy.transport.manifest import Item, Manifest
@@ -86,9 +86,9 @@ class ExactShards:
 
     def _add_file(self, group: list[Item], family: Family, folder: Folder) -> None:
         start = group[0].offset
-        header = encode_header(
-            (item.name, *_in_format(family, item.dtype, item.shape, item.nbytes), item.offset - start, item.nbytes)
-            for item in group
+        header, _ = encode_header(
+            ((item.name, *_in_format(family, item.dtype, item.shape, item.nbytes)) for item in group),
+            where="the received tensors",
         )
         file = folder.new_file()
         self._files.append(file)
@@ -179,7 +179,7 @@ class _OpenShard:
         self._room = room
         self._taken = 0
         self._end = 0
-        self._entries: list[tuple[str, str, tuple[int, ...], int, int]] = []
+        self._entries: list[tuple[str, str, tuple[int, ...]]] = []
         self._path = str(getattr(file, "path", ""))
 
     def has_room(self, header_bytes: int) -> bool:
@@ -191,32 +191,15 @@ class _OpenShard:
         at = self._room + self._end
         if len(data):
             self.file.pwrite(data, at)
-        self._entries.append((name, *_in_format(family, dtype, shape, len(data)), self._end, len(data)))
+        self._entries.append((name, *_in_format(family, dtype, shape, len(data))))
         self._end += len(data)
         self._taken += header_bytes
         return Placed(self._path, name, dtype, shape, at, len(data))
 
     def finish(self) -> None:
-        self.file.pwrite(encode_header(self._entries, self._room), 0)
+        header, _ = encode_header(self._entries, where="the received tensors", room=self._room)
+        self.file.pwrite(header, 0)
         self.file.finish()
-
-
-def encode_header(entries: Iterable[tuple[str, str, tuple[int, ...], int, int]], total: int | None = None) -> bytes:
-    """Write a safetensors header: name, dtype, shape, offset and bytes of each tensor.
-
-    Args:
-        entries: The tensors in the order of their bytes.
-        total: Bytes the header shall take, its length included; filled up with spaces.
-    """
-    text = ",".join(
-        f'{json.dumps(name)}:{{"dtype":"{dtype}","shape":{json.dumps(shape)},"data_offsets":{[begin, begin + nbytes]}}}'
-        for name, dtype, shape, begin, nbytes in entries
-    )
-    data = f"{{{text}}}".encode()
-    length = -(-len(data) // 8) * 8 if total is None else total - 8
-    if length < len(data):
-        raise AssertionError("more names than the room that was kept for them")
-    return length.to_bytes(8, "little") + data.ljust(length)
 
 
 def open_placed(placed: Mapping[str, Placed]) -> dict[str, FileSource]:

@@ -8,7 +8,6 @@ what is written to disk.
 from __future__ import annotations
 
 import io
-import json
 import struct
 import zipfile
 import zlib
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nvflare_lazy.errors import FormatError, ProtocolError, UnsupportedDtypeError
-from nvflare_lazy.formats.safetensors_header import parse_message
+from nvflare_lazy.formats.safetensors_header import encode_header, parse_message
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.transport.families import NUMPY, TORCH, array_bytes
@@ -65,26 +64,20 @@ def _header(name: str, dtype: Any, shape: tuple[int, ...]) -> bytes:
             "nvflare-lazy at the receiver"
         )
     shown = (*shape[:-1], shape[-1] * row.packed) if shape else shape
-    nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
-    entry = {name: {"dtype": row.name, "shape": shown, "data_offsets": [0, nbytes]}}
-    text = json.dumps(entry, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
-    return len(text).to_bytes(8, "little") + text
+    return encode_header([(name, row.name, shown)], where=name)[0]
 
 
 def _tensors(item: Any, peer: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
     header = parse_message(item, f"an item from {peer}", max_header_bytes=_MOST_HEADER_BYTES)
-    data = memoryview(item)[header.data_start :]
-    for name, span in header.tensors.items():
-        row = span.element_type
+    view = memoryview(item)
+    for name, (row, shape, offset, nbytes) in header.tensors.items():
         if row.torch is None:
             raise ProtocolError(f"{peer} sent {name} as {row.name}, which this release of torch does not have")
-        shape = span.shape
         if row.packed > 1 and shape:
             shape = (*shape[:-1], shape[-1] // row.packed)
-        if TORCH.nbytes(row.torch, shape) != span.end - span.begin:
+        if TORCH.nbytes(row.torch, shape) != nbytes:
             raise ProtocolError(f"{peer} sent {name} with a row that ends inside of a byte")
-        yield name, row.torch, shape, data[span.begin : span.end]
+        yield name, row.torch, shape, view[offset : offset + nbytes]
 
 
 def _arrays(item: Any, peer: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from nvflare_lazy.formats.safetensors_layout import TensorMeta, lay_out
+from nvflare_lazy.formats.safetensors_header import encode_header, end_of
 
 
 def write_sparse(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
@@ -16,6 +16,6 @@ def write_sparse(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) ->
         path: The file.
         tensors: dtype and shape by name.
     """
-    layout = lay_out([TensorMeta(name, dtype, shape) for name, (dtype, shape) in tensors.items()], None, str(path))
-    path.write_bytes(layout.start)
-    os.truncate(path, layout.nbytes)
+    header, contents = encode_header(((name, *described) for name, described in tensors.items()), where=str(path))
+    path.write_bytes(header)
+    os.truncate(path, end_of(contents, len(header)))

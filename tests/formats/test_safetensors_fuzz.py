@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 
 from nvflare_lazy.errors import SafetensorsError, SafetensorsRule
-from nvflare_lazy.formats.safetensors_header import SafetensorsHeader, parse_message
-from nvflare_lazy.formats.safetensors_layout import TensorMeta, lay_out
+from nvflare_lazy.formats.safetensors_header import SafetensorsHeader, encode_header, end_of, parse_message
 from nvflare_lazy.tensors.dtypes import ELEMENT_TYPES
 from tests.formats.header_mutations import message, mutated_texts
 
@@ -52,20 +51,19 @@ DTYPES = st.sampled_from([row.name for row in ELEMENT_TYPES if row.name])
 )
 def test_whatever_we_lay_out_both_read(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
     """Any names, types and shapes that make whole bytes are written so that the library reads the same."""
-    promised = [TensorMeta(name, dtype, shape) for name, (dtype, shape) in tensors.items()]
+    promised = [(name, dtype, shape) for name, (dtype, shape) in tensors.items()]
     try:
-        layout = lay_out(promised, metadata, "m")
+        start, contents = encode_header(promised, metadata, where="m")
     except SafetensorsError as error:
         if error.rule != "partial-byte":
             raise
         return
-    whole = layout.start + bytes(layout.header.data_nbytes)
+    whole = start + bytes(end_of(contents, len(start)) - len(start))
     parsed = parse_message(whole, "m")
     assert parsed.metadata == metadata
-    assert {(name, span.element_type.name, span.shape) for name, span in parsed.tensors.items()} == {
-        (meta.name, meta.dtype, tuple(meta.shape)) for meta in promised
-    }
-    assert len(layout.start) % 8 == 0
+    assert parsed.tensors == contents
+    assert [(name, stored.element_type.name, [*stored.shape]) for name, stored in contents.items()] == promised
+    assert len(start) % 8 == 0
     assert as_theirs(parsed, whole) == read_theirs(whole)
 
 
@@ -85,10 +83,9 @@ def read_theirs(whole: bytes) -> dict[str, tuple[str, list[int], bytes]] | None:
 
 
 def as_theirs(header: SafetensorsHeader, whole: bytes) -> dict[str, tuple[str | None, list[int], bytes]]:
-    data = whole[header.data_start :]
     return {
-        name: (span.element_type.name, list(span.shape), data[span.begin : span.end])
-        for name, span in header.tensors.items()
+        name: (row.name, list(shape), whole[offset : offset + nbytes])
+        for name, (row, shape, offset, nbytes) in header.tensors.items()
     }
 
 

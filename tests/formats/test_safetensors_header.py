@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 from safetensors import SafetensorError, deserialize
 
-from nvflare_lazy.errors import FormatError, SafetensorsError, SafetensorsRule
+from nvflare_lazy.errors import FormatError, SafetensorsError, SafetensorsRule, SaveError
 from nvflare_lazy.formats import strict_json
-from nvflare_lazy.formats.safetensors_header import header_length, parse_header, parse_message, read_header
+from nvflare_lazy.formats.safetensors_header import (
+    encode_header,
+    header_length,
+    parse_header,
+    parse_message,
+    read_header,
+)
 from nvflare_lazy.tensors.tensor_file import TensorFile
 from tests.formats.header_mutations import entry, good_headers, message
 
@@ -170,11 +176,52 @@ def test_good_headers(header: dict[str, dict[str, object]], nbytes: int) -> None
     assert parsed.metadata == header.pop("__metadata__", {})
     assert parsed.data_start == 8 + len(text) + 7
     assert {
-        name: {"dtype": span.element_type.name, "shape": list(span.shape), "data_offsets": [span.begin, span.end]}
-        for name, span in parsed.tensors.items()
+        name: {
+            "dtype": row.name,
+            "shape": [*shape],
+            "data_offsets": [offset - parsed.data_start, offset - parsed.data_start + nbytes],
+        }
+        for name, (row, shape, offset, nbytes) in parsed.tensors.items()
     } == header
-    begins = [span.begin for span in parsed.tensors.values()]
+    begins = [stored.offset for stored in parsed.tensors.values()]
     assert begins == sorted(begins)
+
+
+@pytest.mark.parametrize(
+    ("rule", "tensors", "metadata"),
+    [
+        ("unknown-dtype", [("a", "F31", [1])], None),
+        ("invalid-shape", [("a", "U8", [1] * 65)], None),
+        ("invalid-shape", [("a", "U8", [True])], None),
+        ("invalid-shape", [("a", "U8", [-1])], None),
+        ("size-overflow", [("a", "U8", [2**63])], None),
+        ("size-overflow", [("a", "U8", [2**63, 0])], None),
+        ("size-overflow", [(name, "U8", [2**62]) for name in "abc"], None),
+        ("partial-byte", [("a", "F4", [1])], None),
+        ("invalid-metadata", [], {"a": 1}),
+        ("invalid-metadata", [], {1: "a"}),
+    ],
+)
+def test_the_writer_keeps_the_rules(rule: str, tensors: list[tuple[str, str, list[int]]], metadata) -> None:
+    """A header that the reader would refuse is not written, with the same rule as the reason."""
+    with rule_broken(rule):
+        encode_header(tensors, metadata, where="m")
+
+
+@pytest.mark.parametrize("names", [["a", "a"], ["__metadata__"], ["\ud800"]])
+def test_the_writer_checks_names(names: list[str]) -> None:
+    """A name occurs once, is not the key of the metadata, and is text that UTF-8 can encode."""
+    with pytest.raises(SaveError):
+        encode_header([(name, "U8", [1]) for name in names], where="m")
+
+
+def test_room_for_a_header() -> None:
+    """A header may be followed by spaces up to a given size, and must fit in it."""
+    start, contents = encode_header([("a", "U8", [3])], where="m", room=128)
+    assert (len(start), contents["a"].offset) == (128, 128)
+    assert parse_message(start + b"abc", "m").tensors == contents
+    with pytest.raises(AssertionError, match="more names than the room"):
+        encode_header([("a", "U8", [3])], where="m", room=40)
 
 
 def test_white_space_inside() -> None:
@@ -211,9 +258,11 @@ def test_header_of_a_file_is_checked_against_its_length(tmp_path) -> None:
 
 def test_too_many_names(monkeypatch) -> None:
     """The number of names is limited, since each takes far more memory than text."""
-    monkeypatch.setattr(strict_json, "_MOST_MEMBERS", 3)
+    monkeypatch.setattr(strict_json, "MAX_MEMBERS", 3)
     names = {str(number): entry() for number in range(3)}
     assert len(parse_header(json.dumps(names).encode(), "m").tensors) == 3
+    with rule_broken("too-many-tensors"):
+        encode_header([(name, "U8", [0]) for name in "abcd"], where="m")
     with rule_broken("too-many-tensors"):
         parse_header(json.dumps({**names, "more": entry()}).encode(), "m")
 

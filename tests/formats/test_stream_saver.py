@@ -24,7 +24,8 @@ from nvflare_lazy.errors import (
     UnsupportedDtypeError,
 )
 from nvflare_lazy.formats import TensorMeta, collect_state_dict_meta, open_safetensors, save, save_safetensors_streaming
-from nvflare_lazy.formats.safetensors_layout import lay_out, split_into_shards
+from nvflare_lazy.formats.safetensors_header import encode_header
+from nvflare_lazy.formats.safetensors_layout import split_into_shards
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.dtypes import ELEMENT_TYPES
 from nvflare_lazy.tensors.lazy_array import LazyArray
@@ -355,7 +356,7 @@ def test_broken_promises(tmp_path: Path, stream, error, message, rename) -> None
 @pytest.mark.parametrize(
     ("meta", "error", "message"),
     [
-        ([TensorMeta("a", "F31", [1])], SafetensorsError, "has no dtype 'F31'"),
+        ([TensorMeta("a", "F31", [1])], SafetensorsError, "has the dtype 'F31', which the format does not know"),
         ([TensorMeta("a", "F32", [-1])], SafetensorsError, "non-negative"),
         ([TensorMeta("a", "F4", [1])], SafetensorsError, "inside of a byte"),
         ([META[0], META[0]], MetadataMismatchError, "twice"),
@@ -372,7 +373,7 @@ def test_promises_that_cannot_be_kept(tmp_path: Path, meta, error, message) -> N
 def test_a_header_that_would_be_too_large() -> None:
     """More than the format's 100 MB of header are not begun with."""
     with pytest.raises(SafetensorsError, match="the format allows 100 MB"):
-        lay_out([TensorMeta("a", "U8", [0])], {"k": "v" * 100_000_000}, "m")
+        encode_header([("a", "U8", [0])], {"k": "v" * 100_000_000}, where="m")
 
 
 def test_a_stream_that_fails(tmp_path: Path) -> None:
