@@ -7,13 +7,13 @@ for as long as somebody may still read them.
 
 from __future__ import annotations
 
+from nvflare_lazy.scratch._reclaim import LeaseReport, Reclaimed, list_scratch, reclaim
 from nvflare_lazy.scratch.current import current_job_scratch, reset_job_scratch, use_job_scratch
 from nvflare_lazy.scratch.download import DownloadScratch
+from nvflare_lazy.scratch.file import ScratchFile
 from nvflare_lazy.scratch.file_systems import RootReport, describe_root
 from nvflare_lazy.scratch.job import JobScratch
-from nvflare_lazy.scratch.leftovers import LeaseReport, Reclaimed, list_scratch, reclaim
 from nvflare_lazy.scratch.root import ScratchRoot
-from nvflare_lazy.scratch.scratch_file import ScratchFile
 
 __all__ = [
     "DownloadScratch",

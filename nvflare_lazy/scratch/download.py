@@ -1,29 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a receiver holds of one download's directory: alive as long as its tensors are, gone at once on an abort."""
+"""One download's directory: alive as long as its tensors are, gone at once on an abort.
+
+`DownloadScratch` is the handle that receivers and files hold. `DownloadDirectory` is the body. It has no reference to
+the handle, so that the directory is removed with the last reference to the handle.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
+import os
 import re
+import stat
+import threading
+import time
 import weakref
 from typing import TYPE_CHECKING
 
-from nvflare_lazy.scratch.scratch_file import ScratchFile
+from nvflare_lazy.errors import ScratchError, ScratchReleasedError
+from nvflare_lazy.scratch._system import close_private, keep_private, make_private_directory, named, remove_tree
+from nvflare_lazy.scratch.file import ScratchFile
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from nvflare_lazy.scratch.directory import DownloadDirectory
+    from nvflare_lazy.scratch._quota import Allotment
+    from nvflare_lazy.scratch._recycled_files import SpareFiles
+
+logger = logging.getLogger(__name__)
 
 _SUFFIX = re.compile(r"(\.[A-Za-z0-9]{1,20}){0,2}")
+# A write goes on in pieces and stops at the next one, so more than this means a disk that hangs.
+_PATIENCE = 10.0
 
 
 class DownloadScratch:
     """A leased directory for one download; `JobScratch.download` makes them.
 
-    It owns the files in it: call `file.own(download)` for a `TensorFile`, and the directory is removed with the last
-    tensor of it. `release` does not wait for that: it stops what is still being written and
-    removes the directory now. Files that are open for reading stay readable until they are closed.
+    Its files own it, so that the directory is removed with the last tensor of them. `release` does not wait for that:
+    it stops what is still being written and removes the directory now. Files that are open for reading stay readable
+    until they are closed.
 
     Args:
         keep_alive: The job's handle, whose end would remove all its downloads.
@@ -84,3 +102,236 @@ class DownloadScratch:
 
     def __repr__(self) -> str:
         return f"<DownloadScratch {self._directory.title} at {self.path}{', released' if self.released else ''}>"
+
+
+class OpenForWriting:
+    """A file that may be written to."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.closing = False
+
+
+class DownloadDirectory:
+    """A directory that ends deterministically, however many threads are writing to it.
+
+    Args:
+        job_fd: The job's directory, open; borrowed.
+        job_path: Its path.
+        name: The name to make.
+        label: What the download is called in messages.
+        allotment: What it may hold.
+        preallocates: Whether setting disk space aside is cheap there.
+        spares: Where files come from, and go to at the end, if they are used again.
+        gone: Called with the name once the directory is.
+    """
+
+    def __init__(
+        self,
+        job_fd: int,
+        job_path: Path,
+        name: str,
+        *,
+        label: str | None,
+        allotment: Allotment,
+        preallocates: bool,
+        spares: SpareFiles | None,
+        gone: Callable[[str], object],
+    ) -> None:
+        self.name = name
+        self.path = job_path / name
+        self.title = self.path.name if label is None else f"{label[:80]!r}"
+        self.allotment = allotment
+        self.preallocates = preallocates
+        self.released = False
+        self._job_fd = job_fd
+        self._spares = spares
+        self._complete: set[str] = set()
+        self._adopted: dict[str, int] = {}
+        self._gone = gone
+        self._pid = os.getpid()
+        # Reentrant, because a finalizer or a signal handler may come in the middle of anything.
+        self._change = threading.Condition(threading.RLock())
+        self._writers: list[tuple[int, OpenForWriting | None]] = []
+        self._open: set[OpenForWriting] = set()
+        self._releaser = 0
+        self._removed = threading.Event()
+        try:
+            self._fd = keep_private(make_private_directory(name, dir_fd=job_fd))
+        except OSError as error:
+            raise named(error, "make a directory for a download in", job_path) from error
+
+    @contextlib.contextmanager
+    def writing(self, file: OpenForWriting | None = None) -> Iterator[None]:
+        """Keep the directory, and the file, from being closed while the block runs.
+
+        Raises:
+            ScratchReleasedError: If the directory was released before, or is when the block is left.
+        """
+        if os.getpid() != self._pid:
+            raise ScratchError(
+                f"the scratch of download {self.title} belongs to process {self._pid}, which forked this one; open a "
+                "JobScratch in each process"
+            )
+        writer = threading.get_ident(), file
+        with self._change:
+            if self.released:
+                raise self.released_error()
+            if file is not None and file.closing:
+                raise ValueError(f"a file of download {self.title} is written to after it was finished or closed")
+            self._writers.append(writer)
+        try:
+            yield
+        except ScratchError as error:
+            if self.released:  # whatever a release in the middle made go wrong
+                raise self.released_error() from error
+            raise
+        else:
+            if self.released:
+                raise self.released_error()
+        finally:
+            with self._change:
+                self._writers.remove(writer)
+                self._change.notify_all()
+                if self._removed.is_set() and not self._writers:
+                    self._close_descriptors()
+
+    def released_error(self) -> ScratchReleasedError:
+        """Return the error for a use after the release."""
+        return ScratchReleasedError(f"the scratch of download {self.title} was released: it is not wanted any more")
+
+    def create(self, file_name: str) -> OpenForWriting:
+        """Create a file for this user only, or take a spare one with whatever is in it, and open it."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with self.writing():
+            try:
+                fd = self._spares.take(file_name, self._fd) if self._spares else None
+                if fd is None:
+                    fd = os.open(file_name, flags, 0o600, dir_fd=self._fd)
+            except OSError as error:
+                raise named(error, "create a file in", self.path) from error
+            file = OpenForWriting(keep_private(fd))
+            self._open.add(file)
+            os.fchmod(fd, 0o600)  # whatever the umask was
+        return file
+
+    def open(self, file_name: str) -> int:
+        """Open a file of the directory itself for reading, never what a link points to."""
+        # Not blocking: a named pipe would keep us waiting for its other end.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        return os.open(file_name, flags, dir_fd=self._fd)
+
+    def adopt(self, file_name: str) -> None:
+        """Count a file in the directory that was written by other means."""
+        if os.path.basename(file_name) != file_name:
+            raise ScratchError(f"{file_name!r} is not the name of a file in {self.path}")
+        with self.writing():
+            try:
+                fd = self.open(file_name)
+                status = os.fstat(fd)
+                os.close(fd)
+            except OSError as error:
+                raise named(error, "adopt", self.path / file_name) from error
+            if not stat.S_ISREG(status.st_mode):
+                raise ScratchError(f"cannot adopt {self.path / file_name}: it is not a regular file")
+            with self._change:
+                for name in self._adopted.keys() - set(os.listdir(self._fd)):
+                    self.allotment.give_back(self._adopted.pop(name), 0)
+                self.allotment.adopt(self._adopted.get(file_name, 0), status.st_size)
+                self._adopted[file_name] = status.st_size
+
+    def completed(self, file_name: str, unused: int, pending: int) -> None:
+        """Note that a file has been received whole: others are not kept as spare files.
+
+        Args:
+            file_name: The file.
+            unused: Bytes held for it beyond its end.
+            pending: Bytes held for it that are not going to be written.
+        """
+        self._complete.add(file_name)
+        self.allotment.give_back(unused, pending)
+
+    def stop_writing(self, file: OpenForWriting) -> bool:
+        """Refuse further writes to a file, and wait for those in other threads; False if that has happened before."""
+        if os.getpid() != self._pid:
+            return False
+        with self._change:
+            if file.closing:
+                return False
+            file.closing = True
+            self._wait_for_writers(lambda of: of is file)
+            return True
+
+    def close(self, file: OpenForWriting) -> None:
+        """Close a file that nobody writes to; once is enough, more is no harm."""
+        if os.getpid() != self._pid:
+            return
+        # Without a lock, because finalizers come here; of two who try, the set lets one.
+        try:
+            self._open.remove(file)
+        except KeyError:
+            return
+        close_private(file.fd)
+
+    def release(self, *, wait: bool = True) -> None:
+        """Stop the writers, remove the directory, return its bytes; when it returns, all that has happened.
+
+        Args:
+            wait: Whether to wait for another thread that is doing so already.
+        """
+        if os.getpid() != self._pid:
+            return
+        me = threading.get_ident()
+        with self._change:
+            first = not self.released
+            if first:
+                self.released = True
+                self._releaser = me
+                self._wait_for_writers(lambda of: True)
+                if not self._writers:
+                    self._close_descriptors()
+        if first:
+            self._remove()
+        elif wait and self._releaser != me:
+            self._removed.wait(2 * _PATIENCE)
+
+    def _wait_for_writers(self, which: Callable[[OpenForWriting | None], bool]) -> None:
+        """Wait until no other thread is writing.
+
+        The calling thread itself may be: a signal handler runs in the middle of its write, and waiting for that would
+        never end. Its descriptors are then closed when the write ends.
+        """
+        if not self._writers:
+            return
+        me = threading.get_ident()
+        deadline = time.monotonic() + _PATIENCE
+        while any(thread != me and which(file) for thread, file in self._writers):
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._change.wait(left):
+                logger.warning("a write to %s has been hanging for %g s; not waiting for it", self.path, _PATIENCE)
+                return
+
+    def _close_descriptors(self) -> None:
+        while self._open:
+            with contextlib.suppress(KeyError, OSError):
+                close_private(self._open.pop().fd)
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            close_private(fd)
+
+    def _remove(self) -> None:
+        if self._spares is not None:
+            self._spares.keep_files_of(self.name, tuple(self._complete))
+        try:
+            remove_tree(self.name, dir_fd=self._job_fd)
+        except OSError as error:
+            # Its bytes stay on the account, for they stay on the disk; the end of the job tries again.
+            logger.warning("cannot remove %s yet: %s", self.path, error)
+        else:
+            self.allotment.close()
+        finally:
+            with self._change:
+                self._removed.set()
+                if not self._writers:
+                    self._close_descriptors()
+            self._gone(self.name)

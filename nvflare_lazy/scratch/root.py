@@ -16,8 +16,7 @@ import tempfile
 from pathlib import Path
 
 from nvflare_lazy.errors import ScratchError, ScratchPermissionError
-from nvflare_lazy.scratch.refusals import named
-from nvflare_lazy.scratch.trees import open_directory
+from nvflare_lazy.scratch._system import named, open_directory
 
 logger = logging.getLogger(__name__)
 

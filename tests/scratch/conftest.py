@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nvflare_lazy.scratch import JobScratch, ScratchRoot
-from nvflare_lazy.scratch.owner import OwnerRecord
+from nvflare_lazy.scratch._lease import OwnerRecord
 from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
 
 SMALL_DISK = 8 << 20

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from nvflare_lazy.errors import NVFlareLazyError, ScratchDeletedError, ScratchError, ScratchReleasedError
-from nvflare_lazy.scratch import JobScratch, scratch_file
+from nvflare_lazy.scratch import JobScratch
+from nvflare_lazy.scratch import file as file_module
 from tests import measure
 from tests.scratch.conftest import bytes_of, names
 
@@ -31,7 +32,7 @@ def test_written_bytes_are_in_the_file(job):
 
 def test_one_file_from_many_threads(job, monkeypatch):
     """Each thread writes its part, in more than one piece, and no part ends up elsewhere."""
-    monkeypatch.setattr(scratch_file, "_PIECE", 1000)
+    monkeypatch.setattr(file_module, "_PIECE", 1000)
     file = job.download().new_file()
     parts = [bytes([number]) * 4321 for number in range(64)]
     with ThreadPoolExecutor(8) as pool:
@@ -220,8 +221,8 @@ def test_download_directory_deleted_underneath(job):
 
 def test_file_deleted_while_it_is_written(job, monkeypatch):
     """A long write does not go on into a file that has no name any more."""
-    monkeypatch.setattr(scratch_file, "LOOK_EVERY", 1 << 20)
-    monkeypatch.setattr(scratch_file, "_PIECE", 1 << 18)
+    monkeypatch.setattr(file_module, "LOOK_EVERY", 1 << 20)
+    monkeypatch.setattr(file_module, "_PIECE", 1 << 18)
     file = job.download().new_file()
     file.pwrite(bytes(1000), 0)
     file.path.unlink()

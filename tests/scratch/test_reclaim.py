@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from nvflare_lazy.scratch import JobScratch, lease, list_scratch, reclaim
-from nvflare_lazy.scratch.owner import OwnerRecord, Standing, start_of_process
+from nvflare_lazy.scratch import JobScratch, _lease, list_scratch, reclaim
+from nvflare_lazy.scratch._lease import OwnerRecord, Standing, start_of_process
 from tests.scratch.conftest import bytes_of, names
 
 ELSEWHERE = {"hostname": "elsewhere", "boot_id": "another"}
@@ -96,7 +96,7 @@ def test_who_is_dead(request, root, leave_behind, changes, locks, alive, told):
 
 def test_host_without_names_for_its_boots(root, leave_behind, monkeypatch):
     """Where the system names neither boots nor namespaces, as on macOS, the host name takes their place."""
-    monkeypatch.setattr("nvflare_lazy.scratch.owner._boot_id", lambda: "")
+    monkeypatch.setattr("nvflare_lazy.scratch._lease._boot_id", lambda: "")
     record = OwnerRecord.of_this_process("job")
     assert record.standing() is Standing.ALIVE
     leave_behind(hostname="elsewhere", boot_id="")
@@ -167,18 +167,18 @@ def test_living_owner_whose_lease_file_was_deleted(root):
 def test_lease_taken_for_an_abandoned_one(root, monkeypatch):
     """Whoever reclaims between the making of a lease file and its locking takes that one; the maker makes another."""
     taken = []
-    really_lock = lease.try_lock
+    really_lock = _lease.try_lock
 
     def lock_too_late(fd, **options):
         if not taken:
             taken.extend(names(root))
-            monkeypatch.setattr(lease, "try_lock", really_lock)
+            monkeypatch.setattr(_lease, "try_lock", really_lock)
             reclaim(root)
             assert names(root) == []
         return really_lock(fd, **options)
 
     root.mkdir(mode=0o700)
-    monkeypatch.setattr(lease, "try_lock", lock_too_late)
+    monkeypatch.setattr(_lease, "try_lock", lock_too_late)
     with JobScratch.open(root, job="job", min_free=0) as job:
         assert taken
         assert job.path.name not in taken[0]
@@ -191,11 +191,11 @@ def test_lease_that_goes_while_it_is_looked_at(root, leave_behind, monkeypatch):
     inner = []
 
     def lock_too_late(fd, **options):
-        monkeypatch.setattr("nvflare_lazy.scratch.leftovers.try_lock", lease.try_lock)
+        monkeypatch.setattr("nvflare_lazy.scratch._reclaim.try_lock", _lease.try_lock)
         inner.extend(reclaim(root))
-        return lease.try_lock(fd, **options)
+        return _lease.try_lock(fd, **options)
 
-    monkeypatch.setattr("nvflare_lazy.scratch.leftovers.try_lock", lock_too_late)
+    monkeypatch.setattr("nvflare_lazy.scratch._reclaim.try_lock", lock_too_late)
     assert reclaim(root) == []
     assert len(inner) == 1
 

@@ -15,7 +15,9 @@ from functools import partial
 import pytest
 
 from nvflare_lazy.errors import ScratchReleasedError
-from nvflare_lazy.scratch import JobScratch, directory, scratch_file
+from nvflare_lazy.scratch import JobScratch
+from nvflare_lazy.scratch import download as download_module
+from nvflare_lazy.scratch import file as file_module
 from tests.scratch.conftest import names
 
 
@@ -58,13 +60,13 @@ def test_release_races_eight_writers(root, what, no_gc):
 
 def test_everybody_who_releases_finds_it_gone(job, monkeypatch):
     """Two threads that release at once both come back only when the directory is gone."""
-    remove = directory.remove_tree
+    remove = download_module.remove_tree
 
     def slowly(*arguments, **named):
         time.sleep(0.1)
         return remove(*arguments, **named)
 
-    monkeypatch.setattr(directory, "remove_tree", slowly)
+    monkeypatch.setattr(download_module, "remove_tree", slowly)
     download = job.download()
 
     def release_and_look(_):
@@ -77,7 +79,7 @@ def test_everybody_who_releases_finds_it_gone(job, monkeypatch):
 
 def test_long_write_is_cut_short(job, monkeypatch):
     """Release does not wait for the end of a write of gigabytes, only for the piece that is under way."""
-    monkeypatch.setattr(scratch_file, "_PIECE", 4096)
+    monkeypatch.setattr(file_module, "_PIECE", 4096)
     download = job.download()
     file = download.new_file()
     with ThreadPoolExecutor(1) as pool:
@@ -106,7 +108,7 @@ def hanging_disk(monkeypatch):
 
 def test_release_does_not_hang_with_the_disk(job, monkeypatch, hanging_disk, caplog):
     """A write that does not come back is not waited for for ever, and cannot do harm when it does."""
-    monkeypatch.setattr(directory, "_PATIENCE", 0.2)
+    monkeypatch.setattr(download_module, "_PATIENCE", 0.2)
     open_before = len(os.listdir("/proc/self/fd"))
     download = job.download()
     file = download.new_file()
@@ -125,8 +127,8 @@ def test_release_does_not_hang_with_the_disk(job, monkeypatch, hanging_disk, cap
 
 def test_release_explains_what_it_broke(job, monkeypatch, hanging_disk):
     """A write that fails because of the release reports the release, not what became of it."""
-    monkeypatch.setattr(directory, "_PATIENCE", 0.1)
-    monkeypatch.setattr(scratch_file, "LOOK_EVERY", 1)  # notices that its file is gone
+    monkeypatch.setattr(download_module, "_PATIENCE", 0.1)
+    monkeypatch.setattr(file_module, "LOOK_EVERY", 1)  # notices that its file is gone
     download = job.download()
     file = download.new_file()
     with ThreadPoolExecutor(1) as pool:
@@ -214,7 +216,7 @@ def test_what_cannot_be_removed_stays_on_the_account(job, monkeypatch, caplog):
         raise PermissionError(1, "no")
 
     with monkeypatch.context() as patched:
-        patched.setattr(directory, "remove_tree", refuse)
+        patched.setattr(download_module, "remove_tree", refuse)
         download = job.download()
         download.new_file().pwrite(bytes(1000), 0)
         download.release()

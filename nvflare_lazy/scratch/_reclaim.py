@@ -16,19 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import format_size
-from nvflare_lazy.scratch.lease import (
+from nvflare_lazy.scratch._lease import (
     JOB_DIRECTORY,
     LEASE_BEING_MADE,
     LEASE_FILE,
     Lock,
+    OwnerRecord,
+    Standing,
     is_still,
     open_lease,
     read_record,
     try_lock,
 )
-from nvflare_lazy.scratch.owner import OwnerRecord, Standing
+from nvflare_lazy.scratch._system import open_directory, remove_tree, tree_size
 from nvflare_lazy.scratch.root import ScratchRoot, open_root
-from nvflare_lazy.scratch.trees import open_directory, remove_tree, tree_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

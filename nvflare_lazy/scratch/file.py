@@ -9,14 +9,14 @@ import weakref
 from typing import TYPE_CHECKING
 
 from nvflare_lazy.errors import ScratchDeletedError
-from nvflare_lazy.scratch.account import LOOK_EVERY
-from nvflare_lazy.scratch.refusals import named
+from nvflare_lazy.scratch._quota import LOOK_EVERY
+from nvflare_lazy.scratch._system import named
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from nvflare_lazy.scratch.directory import DownloadDirectory, OpenForWriting
+    from nvflare_lazy.scratch.download import DownloadDirectory, OpenForWriting
 
 # Between two pieces a write finds out that it is not wanted any more.
 _PIECE = 8 << 20

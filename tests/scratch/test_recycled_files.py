@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nvflare_lazy.errors import SourceReleasedError
-from nvflare_lazy.scratch import JobScratch, spare_files
+from nvflare_lazy.scratch import JobScratch, _recycled_files
 from nvflare_lazy.tensors.tensor_file import FileSource
 from tests.scratch.conftest import bytes_of
 
@@ -159,7 +159,7 @@ def test_spares_make_room_on_the_disk(job, monkeypatch):
         free = MIB if spares(job) else MIB + len(OLD)
         return os.statvfs_result((4096, 4096, 0, 0, free // 4096, 0, 0, 0, 0, 255))
 
-    monkeypatch.setattr("nvflare_lazy.scratch.account.os.statvfs", small_disk)
+    monkeypatch.setattr("nvflare_lazy.scratch._quota.os.statvfs", small_disk)
     assert job.free() == MIB + len(OLD)
     job.download(expect=2 * MIB)
     assert spares(job) == []
@@ -171,7 +171,7 @@ def test_without_leases_nothing_is_kept(job, monkeypatch):
     def refuse(fd, command, *rest):
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(spare_files.fcntl, "fcntl", refuse)
+    monkeypatch.setattr(_recycled_files.fcntl, "fcntl", refuse)
     download = job.download()
     path = received(download)
     download.release()

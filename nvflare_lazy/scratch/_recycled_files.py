@@ -16,7 +16,7 @@ import stat
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from nvflare_lazy.scratch.trees import make_private_directory, open_directory
+from nvflare_lazy.scratch._system import make_private_directory, open_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

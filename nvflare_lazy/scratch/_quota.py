@@ -15,7 +15,7 @@ from nvflare_lazy._text import format_size, parse_size
 from nvflare_lazy.errors import DiskFullError, QuotaExceededError
 
 if TYPE_CHECKING:
-    from nvflare_lazy.scratch.spare_files import SpareFiles
+    from nvflare_lazy.scratch._recycled_files import SpareFiles
 
 # How much is written between two looks at the disk: other programs fill it, too.
 LOOK_EVERY = 16 << 20

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvflare_lazy.errors import DiskFullError, QuotaExceededError, ScratchDeletedError, ScratchError
-from nvflare_lazy.scratch import JobScratch, account
+from nvflare_lazy.scratch import JobScratch, _quota
 from tests.scratch.conftest import write_without_end
 
 
@@ -161,7 +161,7 @@ def test_return_in_the_middle_of_an_addition():
             return other + int(self)
 
     collections = []
-    space = account.SpaceAccount("/", None, 0)
+    space = _quota.SpaceAccount("/", None, 0)
     space.hold(100)
     space.hold(Colliding(10))
     assert len(collections) > 1
@@ -280,13 +280,13 @@ class _Disk:
 def disk(monkeypatch):
     """A made-up disk with a hundred million bytes."""
     disk = _Disk(100_000_000)
-    monkeypatch.setattr(account.os, "statvfs", disk.statvfs)
+    monkeypatch.setattr(_quota.os, "statvfs", disk.statvfs)
     return disk
 
 
 def test_guard_keeps_what_must_stay_free(disk):
     """What is on its way to the disk counts as if it were there, and the refusal says what to do."""
-    space = account.SpaceAccount("/place", None, 10_000_000)
+    space = _quota.SpaceAccount("/place", None, 10_000_000)
     space.hold(60_000_000)
     with pytest.raises(DiskFullError, match=r"/place has 95.4 MiB free.*lower min_free"):
         space.hold(30_000_001)
@@ -296,29 +296,29 @@ def test_guard_keeps_what_must_stay_free(disk):
 
 def test_guard_sees_other_programs(disk):
     """A disk that somebody else fills ends the write, before it is full."""
-    space = account.SpaceAccount("/place", None, 10_000_000)
+    space = _quota.SpaceAccount("/place", None, 10_000_000)
     space.hold(80_000_000)
     disk.free = 40_000_000
-    space.wrote(account.LOOK_EVERY // 2)
+    space.wrote(_quota.LOOK_EVERY // 2)
     with pytest.raises(DiskFullError):
-        space.wrote(account.LOOK_EVERY // 2)
+        space.wrote(_quota.LOOK_EVERY // 2)
 
 
 def test_guard_looks_now_and_then(disk):
     """Looking at the disk at every write would be waste."""
-    space = account.SpaceAccount("/place", None, 0)
+    space = _quota.SpaceAccount("/place", None, 0)
     for _ in range(1000):
         space.hold(50_000)
         disk.free -= 50_000
         space.wrote(50_000)
-    assert disk.looks <= 2 + 50_000_000 // account.LOOK_EVERY
+    assert disk.looks <= 2 + 50_000_000 // _quota.LOOK_EVERY
     disk.free = 0
     with pytest.raises(DiskFullError):
-        space.hold(account.LOOK_EVERY)
+        space.hold(_quota.LOOK_EVERY)
 
 
 def test_what_stays_free_by_default():
     """1 GiB of a usual disk, a twentieth of a small one."""
-    assert account.min_free_bytes(None, 1 << 40) == 1 << 30
-    assert account.min_free_bytes(None, 1 << 30) == (1 << 30) // 20
-    assert account.min_free_bytes("10%", 1 << 40) == (1 << 40) // 10
+    assert _quota.min_free_bytes(None, 1 << 40) == 1 << 30
+    assert _quota.min_free_bytes(None, 1 << 30) == (1 << 30) // 20
+    assert _quota.min_free_bytes("10%", 1 << 40) == (1 << 40) // 10

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remove and measure directory trees without ever following a link or trusting a path twice."""
+"""Directories reached through descriptors, descriptors that end with their process, and system errors by name.
+
+No function follows a link or looks a path up twice. All of scratch uses them.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,19 @@ import contextlib
 import errno
 import os
 
+from nvflare_lazy.errors import DiskFullError, ScratchDeletedError, ScratchError, ScratchPermissionError
+
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Somebody may still be adding entries; who adds them faster than they go away is not waited for.
 _PASSES = 4
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_GONE = {errno.ENOENT, errno.ESTALE}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+# Descriptors that must not outlive their process in a forked child. A child shares its parent's open files, locks
+# included: a worker process that outlives a killed parent would make its scratch look used, and keep the space of
+# deleted files.
+_private: set[int] = set()
 
 
 def open_directory(name: str | os.PathLike[str], *, dir_fd: int | None = None) -> int:
@@ -74,3 +87,54 @@ def _remove_directory(name: str, dir_fd: int) -> None:
         pass
     except NotADirectoryError:  # a link to one
         os.unlink(name, dir_fd=dir_fd)
+
+
+def keep_private(fd: int) -> int:
+    """Have forked children close this descriptor; return it."""
+    _private.add(fd)
+    return fd
+
+
+def close_private(fd: int) -> None:
+    """Close a descriptor that was kept private."""
+    # In this order: the other way round, a fork in between would have the child close the number's next owner.
+    _private.discard(fd)
+    os.close(fd)
+
+
+def _close_in_child() -> None:
+    for fd in _private:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _private.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def named(error: OSError, doing: str, path: str | os.PathLike[str]) -> ScratchError:
+    """Return the named error for what the system answered.
+
+    Args:
+        error: The answer.
+        doing: What was tried, as in "cannot <doing> <path>".
+        path: What it was tried on.
+    """
+    place = os.fspath(path)
+    kind: type[ScratchError] = ScratchError
+    advice = ""
+    if error.errno in _FULL:
+        kind = DiskFullError
+        advice = {
+            errno.EDQUOT: "; raise the disk quota of this user, or choose another scratch root",
+            errno.EFBIG: "; raise the limit on file sizes (ulimit -f)",
+        }.get(error.errno or 0, "; make room there, or choose a scratch root on a larger disk")
+    elif error.errno in _GONE:
+        kind = ScratchDeletedError
+        advice = "; it was deleted while in use; keep whatever cleans up there away from scratch roots"
+    elif error.errno in _FORBIDDEN:
+        kind = ScratchPermissionError
+        advice = "; choose a scratch root that this user can write to"
+    translated = kind(f"cannot {doing} {place}: {os.strerror(error.errno) if error.errno else error}{advice}")
+    translated.errno = error.errno
+    return translated
