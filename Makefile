@@ -9,8 +9,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_DIRS = $(wildcard tests integration_tests)
-# Extra arguments for pytest, the demo or a benchmark: make test ARGS="-k header -x"
+# Extra arguments for pytest, the demo or a benchmark: make test ARGS="-k header -x"; ARGS="-n 0" uses one process
 ARGS ?=
+# Worker processes. conftest.py says how many "auto" is, and which tests one worker runs together.
+PARALLEL := -n auto --dist loadgroup
 
 .PHONY: help
 help: ## Show this list
@@ -52,7 +54,7 @@ format: setup ## Format and fix what can be fixed by itself
 
 .PHONY: test
 test: setup ## All tests but the slow ones, the built wheel included
-	$(BIN)/python -m pytest -m "not slow" $(TEST_DIRS) $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(TEST_DIRS) $(ARGS)
 
 .PHONY: test-slow
 test-slow: setup ## The tests that need minutes or gigabytes

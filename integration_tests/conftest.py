@@ -14,16 +14,9 @@ from benchmarks.fl_job import FLJob, RunResult, run_in_simulator
 from nvflare_lazy.flare.round_log import FILE_NAME
 
 JobRunner = Callable[..., RunResult]
-SLOW_TEST_SECONDS = 3600
 
 #: For tests that connect to a deployment: what NVFlare uses of aiohttp is deprecated there.
 in_deployment = pytest.mark.filterwarnings("default:ssl_context is deprecated:DeprecationWarning")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(SLOW_TEST_SECONDS))
 
 
 @pytest.fixture

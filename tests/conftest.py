@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypothesis profiles, the time limit of slow tests, and fixtures every test may use."""
+"""Hypothesis profiles and fixtures that every test may use."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import measure
-
-SLOW_TEST_SECONDS = 1800
 
 # The same examples every time, however loaded the machine is.
 settings.register_profile(
@@ -31,12 +29,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(SLOW_TEST_SECONDS))
 
 
 @pytest.fixture

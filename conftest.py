@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for every test: signals, time limits, and that a test leaves no file and no process behind.
+
+pytest loads this module for `tests/` and `integration_tests/`, with and without worker processes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+SLOW_TEST_SECONDS = 3600
+MAX_WORKERS = 3
+#: Worker processes begin with these, so that no worker is left with a long test at the end.
+LONGEST_FIRST = ("integration_tests/", "tests/documents/", "tests/transport/")
+#: Directories of caches and tools, which are allowed to change while the tests run.
+IGNORED = {".git", ".venv", "__pycache__", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+
+_repository = pytest.StashKey[set[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give processes that tests start the default signals.
+
+    `nohup make test &` ignores SIGHUP and SIGINT, and a new program inherits an ignored signal. It does not inherit a
+    handler. A handler that does nothing therefore protects pytest itself and lets its child processes end.
+    """
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, lambda *_: None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Choose one worker more than processors, because federated jobs mostly wait; each worker takes 1 GiB of memory."""
+    return min(MAX_WORKERS, len(os.sched_getaffinity(0)) + 1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Set the time limit of slow tests, and tell pytest-xdist which tests belong together and which are the longest."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TEST_SECONDS))
+        # A module's fixture, such as a network of processes, is set up by one worker only.
+        if isinstance(item, pytest.Function) and any(
+            fixtures[-1].scope == "module" for fixtures in item._fixtureinfo.name2fixturedefs.values()
+        ):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(LONGEST_FIRST))
+
+
+@pytest.fixture(scope="session")
+def temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Directory for the temporary files of this process and its child processes, which must end before the tests do."""
+    directory = tmp_path_factory.mktemp("tmp", numbered=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(directory))
+        patch.setattr(tempfile, "tempdir", None)
+        yield directory
+    left = _processes_with(str(directory))
+    deadline = time.monotonic() + 10
+    while left and time.monotonic() < deadline:
+        time.sleep(0.1)
+        left = _processes_with(str(directory))
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"processes outlived the tests: {left}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(temporary_directory: Path) -> Iterator[None]:
+    """Fail a test that leaves something in the temporary directory."""
+    yield
+    left = sorted(os.listdir(temporary_directory))
+    for name in left:
+        path = temporary_directory / name
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    assert not left, f"left in the temporary directory: {left}"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Remember the files in the repository."""
+    if not hasattr(session.config, "workerinput"):
+        session.config.stash[_repository] = _files()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if there are new files in the repository."""
+    before = session.config.stash.get(_repository, None)
+    if before is not None and (left := sorted(_files() - before)):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if reporter := session.config.pluginmanager.get_plugin("terminalreporter"):
+            reporter.write_line(f"\nERROR: the tests left files in the repository: {left}", red=True)
+
+
+def _files() -> set[str]:
+    """Return the names of the files in the repository."""
+    found = set()
+    for directory, below, names in os.walk(ROOT):
+        below[:] = [name for name in below if name not in IGNORED]
+        found.update(os.path.relpath(os.path.join(directory, name), ROOT) for name in names)
+    return found
+
+
+def _processes_with(text: str) -> dict[int, str]:
+    """Return the processes that were started with `text` in their environment, with their command lines."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.fsencode(text) in (entry / "environ").read_bytes():
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:  # It has ended, or it belongs to another user.
+            continue
+    # This one lives as long as the process that it belongs to.
+    return {pid: command for pid, command in found.items() if "multiprocessing.resource_tracker" not in command}
