@@ -60,9 +60,9 @@ def processor_seconds(state: State) -> float:
 
 def use_segments(state: State, nbytes: int) -> None:
     """Ask for so much at a time."""
-    from nvflare_lazy.transport import wire
+    from nvflare_lazy.transport.segments import protocol
 
-    wire.SEGMENT_BYTES = nbytes
+    protocol.SEGMENT_BYTES = nbytes
 
 
 def measure(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.formats.stream_saver import save as save
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor as LazyTensor
     from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict as LazyTensorDict
-    from nvflare_lazy.transport.install import install as install
+    from nvflare_lazy.transport.registration import install as install
 
 __version__ = "0.1.0"
 
@@ -29,7 +29,7 @@ _HOMES = {
     "LazyTensor": "nvflare_lazy.tensors.lazy_tensor",
     "LazyTensorDict": "nvflare_lazy.tensors.lazy_tensor_dict",
     "aggregate": "nvflare_lazy.aggregation.aggregate",
-    "install": "nvflare_lazy.transport.install",
+    "install": "nvflare_lazy.transport.registration",
     "open": "nvflare_lazy.formats.opening",
     "save": "nvflare_lazy.formats.stream_saver",
 }

@@ -12,12 +12,12 @@ from nvflare_lazy.errors import NVFlareLazyError
 from nvflare_lazy.scratch import current_job_scratch
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.transport import offload
-from nvflare_lazy.transport.consumers import receive
+from nvflare_lazy.transport._backends import NUMPY
+from nvflare_lazy.transport._downloadable import PayloadDownloadable
+from nvflare_lazy.transport._memory_consumer import MemoryConsumer
 from nvflare_lazy.transport.disk_consumer import DiskConsumer
-from nvflare_lazy.transport.downloadable import PayloadDownloadable
-from nvflare_lazy.transport.families import NUMPY
-from nvflare_lazy.transport.fetching import Link
-from nvflare_lazy.transport.memory_consumer import MemoryConsumer
+from nvflare_lazy.transport.receive import receive
+from nvflare_lazy.transport.segments.client import Link
 
 if TYPE_CHECKING:
     import os

@@ -30,13 +30,13 @@ from nvflare_lazy.errors import NVFlareLazyError, ProtocolError
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.transport import array_downloader, nvflare_private, offload, tensor_downloader
+from nvflare_lazy.transport import _nvflare_private, array_downloader, offload, tensor_downloader
+from nvflare_lazy.transport._backends import NUMPY, TORCH, Family
+from nvflare_lazy.transport._placeholders import Batches, Outgoing, RemoteBatch, item_of
 from nvflare_lazy.transport.array_downloader import ArrayConsumer, ArrayDownloadable
-from nvflare_lazy.transport.consumers import receive
 from nvflare_lazy.transport.failed import FailedBatch
-from nvflare_lazy.transport.families import NUMPY, TORCH, Family
-from nvflare_lazy.transport.fetching import Link
-from nvflare_lazy.transport.message_payloads import Batches, Outgoing, RemoteBatch, item_of
+from nvflare_lazy.transport.receive import receive
+from nvflare_lazy.transport.segments.client import Link
 from nvflare_lazy.transport.tensor_downloader import TensorConsumer, TensorDownloadable
 from nvflare_lazy.transport.via_downloader import LazyDownloadRef, note_download_initiated
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from nvflare.fuel.utils.fobs.datum import DatumManager
 
-    from nvflare_lazy.transport.downloadable import PayloadDownloadable
+    from nvflare_lazy.transport._downloadable import PayloadDownloadable
 
 _TWO_MB = 2 * 1024 * 1024
 # Keys of a placeholder that stock peers do not look at.
@@ -87,7 +87,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
 
     def decompose(self, target: Any, manager: DatumManager = None) -> dict[str, Any]:
         """Encode a value, or a reference that is sent on."""
-        if isinstance(target, nvflare_private.stock_via_downloader.LazyDownloadRef):
+        if isinstance(target, _nvflare_private.stock_via_downloader.LazyDownloadRef):
             outgoing = self._outgoing(manager)
             placeholder = outgoing.placeholder(target.ref_id, target.fqcn, target.item_id)
             return {**placeholder, **self._describe_ref(target)}
@@ -95,7 +95,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
             manager.fobs_ctx["native"] = True
         if manager.fobs_ctx.get("native", False) or self._configured_chunk_size() <= 0:
             native = self.native_decompose(target, manager)
-            return {nvflare_private.ENC_TYPE: nvflare_private.ENC_NATIVE, nvflare_private.ENC_DATA: native}
+            return {_nvflare_private.ENC_TYPE: _nvflare_private.ENC_NATIVE, _nvflare_private.ENC_DATA: native}
         dtype, shape = self.family.describe(target)
         outgoing = self._outgoing(manager)
         context = self._new_items(manager)
@@ -126,7 +126,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
     def _new_items(self, manager: DatumManager) -> Any:
         context = manager.fobs_ctx.get(self.decompose_ctx_key)
         if context is None:
-            manager.fobs_ctx[self.decompose_ctx_key] = context = nvflare_private.new_items_context()
+            manager.fobs_ctx[self.decompose_ctx_key] = context = _nvflare_private.new_items_context()
             context.ref_id = str(uuid.uuid4())
         return context
 
@@ -140,16 +140,16 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         for ref_id, fqcn in reversed(list(outgoing.payloads.items())):
             if ref_id == own:
                 fqcn = self._prepare_download(manager, ref_id)
-            where = {nvflare_private.DATUM_FQCN: fqcn, nvflare_private.DATUM_REF_ID: ref_id}
+            where = {_nvflare_private.DATUM_FQCN: fqcn, _nvflare_private.DATUM_REF_ID: ref_id}
             manager.add_datum(Datum(datum_type=DatumType.TEXT, value=json.dumps(where), dot=self._dot))
 
     def _prepare_download(self, manager: DatumManager, ref_id: str) -> str:
         """Hand the values to NVFlare, which opens the transaction when the whole message is encoded."""
         fobs_ctx = manager.fobs_ctx
-        if not fobs_ctx.get(nvflare_private.CTX_FINAL_CB_REGISTERED):
+        if not fobs_ctx.get(_nvflare_private.CTX_FINAL_CB_REGISTERED):
             manager.register_post_cb(self._finalize_download_tx)
-            fobs_ctx[nvflare_private.CTX_FINAL_CB_REGISTERED] = True
-        objects = fobs_ctx.setdefault(nvflare_private.CTX_OBJECTS, [])
+            fobs_ctx[_nvflare_private.CTX_FINAL_CB_REGISTERED] = True
+        objects = fobs_ctx.setdefault(_nvflare_private.CTX_OBJECTS, [])
         objects.append((ref_id, self._create_downloadable(fobs_ctx)))
         fqcn: str = fobs_ctx[FOBSContextKey.CELL].get_fqcn()
         return fqcn
@@ -170,7 +170,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
             else:
                 batch = self._download_from_remote_cell(
                     fobs_ctx,
-                    {nvflare_private.DATUM_FQCN: where[0], nvflare_private.DATUM_REF_ID: where[1]},
+                    {_nvflare_private.DATUM_FQCN: where[0], _nvflare_private.DATUM_REF_ID: where[1]},
                 )
         except Exception as error:
             if not _must_decode(fobs_ctx):
@@ -195,10 +195,10 @@ class LazyDecomposer(ViaDownloaderDecomposer):
     def _recompose(self, data: Any, manager: DatumManager) -> Any:
         if not isinstance(data, dict):
             raise ProtocolError(f"a {type(data).__name__} stands where the placeholder of a tensor was due")
-        kind, content = data.get(nvflare_private.ENC_TYPE), data.get(nvflare_private.ENC_DATA)
-        if kind == nvflare_private.ENC_NATIVE:
+        kind, content = data.get(_nvflare_private.ENC_TYPE), data.get(_nvflare_private.ENC_DATA)
+        if kind == _nvflare_private.ENC_NATIVE:
             return self.native_recompose(content, manager)
-        if kind != nvflare_private.ENC_REF or not isinstance(content, str):
+        if kind != _nvflare_private.ENC_REF or not isinstance(content, str):
             raise ProtocolError(f"a placeholder of the unknown kind {str(kind)[:80]!r}")
         batches = manager.fobs_ctx.get(self.items_key)
         batch = batches.find(content) if isinstance(batches, Batches) else None
@@ -345,8 +345,8 @@ def _where(datum: Datum) -> tuple[str, str]:
         ref = json.loads(datum.value)
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"a datum that does not say where its tensors are: {error}") from None
-    fqcn = ref.get(nvflare_private.DATUM_FQCN) if isinstance(ref, dict) else None
-    ref_id = ref.get(nvflare_private.DATUM_REF_ID) if isinstance(ref, dict) else None
+    fqcn = ref.get(_nvflare_private.DATUM_FQCN) if isinstance(ref, dict) else None
+    ref_id = ref.get(_nvflare_private.DATUM_REF_ID) if isinstance(ref, dict) else None
     if not isinstance(fqcn, str) or not isinstance(ref_id, str) or not fqcn or not ref_id:
         raise ProtocolError(f"a datum that does not say where its tensors are: {str(datum.value)[:200]}")
     return fqcn, ref_id

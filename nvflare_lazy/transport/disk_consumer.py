@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from nvflare_lazy.errors import TransferAbortedError
 from nvflare_lazy.tensors.tensor_file import TemporaryPath
 from nvflare_lazy.transport import offload
-from nvflare_lazy.transport.consumers import PayloadConsumer
+from nvflare_lazy.transport.nvflare_items.format import unpack_item
 from nvflare_lazy.transport.plain_folder import PlainFolder
+from nvflare_lazy.transport.receive import PayloadConsumer
 from nvflare_lazy.transport.shards import ExactShards, Folder, Placed, RollingShards, open_placed
-from nvflare_lazy.transport.stock_items import unpack_item
 
 if TYPE_CHECKING:
     from nvflare_lazy.tensors.byte_source import ByteSource
-    from nvflare_lazy.transport.families import Family
-    from nvflare_lazy.transport.manifest import Manifest
+    from nvflare_lazy.transport._backends import Family
+    from nvflare_lazy.transport.segments.manifest import Manifest
 
 
 class DiskConsumer(PayloadConsumer):

@@ -14,7 +14,7 @@ from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
-    from nvflare_lazy.transport.families import Family
+    from nvflare_lazy.transport._backends import Family
 
 
 class FailedBatch:

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nvflare.fuel.utils.fobs import FOBSContextKey
 
 from nvflare_lazy.scratch import current_job_scratch, use_job_scratch
-from nvflare_lazy.transport import nvflare_private
-from nvflare_lazy.transport.budget import DEFAULT_BYTES, InflightBudget
-from nvflare_lazy.transport.fetching import Inbox
-from nvflare_lazy.transport.serving import SegmentServer
-from nvflare_lazy.transport.whole_items import Turns
+from nvflare_lazy.transport import _nvflare_private
+from nvflare_lazy.transport._flow_control import DEFAULT_BYTES, InflightBudget, Turns
+from nvflare_lazy.transport.segments.client import Inbox
+from nvflare_lazy.transport.segments.server import SegmentServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +61,7 @@ class TransferRuntime:
     server: SegmentServer
     inbox: Inbox
     downloads: ActiveDownloads
-    cleanup: nvflare_private.CleanupThread
+    cleanup: _nvflare_private.CleanupThread
     senders_with_package: set[str]
     on_buffers_released: list[Callable[[], None]]
 
@@ -79,7 +78,7 @@ class TransferRuntime:
         self.server = SegmentServer()
         self.inbox = Inbox()
         self.downloads = ActiveDownloads()
-        self.cleanup = nvflare_private.CleanupThread()
+        self.cleanup = _nvflare_private.CleanupThread()
         self.senders_with_package = set()
 
     def use(self, mode: ReceiveMode | None) -> ReceiveMode | None:
@@ -104,7 +103,7 @@ class TransferRuntime:
             on_disk = mode.on_disk
         else:
             on_disk = bool((fobs_ctx or {}).get(FOBSContextKey.TENSOR_DISK_OFFLOAD))
-            on_disk = on_disk or nvflare_private.offload_flag_in_process()
+            on_disk = on_disk or _nvflare_private.offload_flag_in_process()
         return current_job_scratch() if on_disk else None
 
 

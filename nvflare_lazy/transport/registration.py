@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`register()`: makes this package's handlers the process's handlers for tensors, arrays and references to them.
+"""Makes this package's handlers the process's handlers for tensors, arrays and references to them.
 
 NVFlare keeps the first decomposer that is registered for a type, and which comes first depends on who imports what.
-So this does not rely on coming first: it takes the place of whatever is there.
+`register()` does not rely on coming first: it replaces any other. `install()` also receives on disk; it is for a
+training script, or for all jobs of a site, where no component of this package is configured.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nvflare.fuel.f3.mpm import MainProcessMonitor
 from nvflare.fuel.utils import fobs
 from nvflare.fuel.utils.class_loader import get_class_name
 
-from nvflare_lazy.transport import nvflare_private, offload
+from nvflare_lazy.scratch import reset_job_scratch
+from nvflare_lazy.transport import _nvflare_private, offload
 from nvflare_lazy.transport.decomposers import LazyArrayDecomposer, LazyTensorDecomposer
 from nvflare_lazy.transport.via_downloader import LazyDownloadRefDecomposer
 
 if TYPE_CHECKING:
     from nvflare.fuel.utils.fobs import Decomposer
+
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +83,8 @@ def register() -> Registration:
         >>> print(register())
         torch.Tensor by nvflare_lazy.transport.decomposers.LazyTensorDecomposer; ...
     """
-    nvflare_private.free_what_was_sent()
-    nvflare_private.use_single_cleanup_thread(lambda: offload.runtime.cleanup)
+    _nvflare_private.free_what_was_sent()
+    _nvflare_private.use_single_cleanup_thread(lambda: offload.runtime.cleanup)
     before = registered()
     registration = Registration(tuple(_put(kind) for kind in _KINDS))
     if not before.complete:
@@ -96,7 +101,7 @@ def _put(kind: type[Decomposer]) -> Handler:
     found = _look(kind())
     if found.ours:
         return found
-    replaced = nvflare_private.put_in_place(kind())
+    replaced = _nvflare_private.put_in_place(kind())
     after = _look(kind())
     return Handler(after.type_name, after.dot, after.in_place, after.ours, _name(replaced))
 
@@ -104,10 +109,34 @@ def _put(kind: type[Decomposer]) -> Handler:
 def _look(wanted: Any) -> Handler:
     type_name = get_class_name(wanted.supported_type())
     dot = next(iter(wanted.supported_dots() or ()), None)
-    registered = nvflare_private.registered_for(type_name)
+    registered = _nvflare_private.registered_for(type_name)
     ours = type(registered) is type(wanted) and (dot is None or fobs.get_dot_handler(dot) is registered)
     return Handler(type_name, dot, _name(registered), ours)
 
 
 def _name(decomposer: Any) -> str | None:
     return None if decomposer is None else get_class_name(type(decomposer))
+
+
+def install() -> Registration:
+    """Make NVFlare of this process send tensors and arrays in segments, and receive them on disk.
+
+    What is received is lazy: `model.load_state_dict(received.params)` reads one tensor after the other. Whoever
+    registered first; a second call changes nothing. Call it before messages are sent, so before `flare.init()`.
+
+    Scratch is in `NVFLARE_LAZY_SCRATCH`, or where a `TensorOffload` of this process has it. For another place,
+    `offload.enable(JobScratch.open(...))` goes after it; to receive into memory, `offload.disable()`.
+
+    Returns:
+        Who handles what now, and whose place was taken.
+
+    Example:
+        >>> print(nvflare_lazy.install())
+        torch.Tensor by nvflare_lazy.transport.decomposers.LazyTensorDecomposer; ...
+    """
+    registration = register()
+    offload.enable()
+    # Job processes of NVFlare end without what Python does at exit. NVFlare refuses a function that it has already.
+    with contextlib.suppress(RuntimeError):
+        MainProcessMonitor.add_cleanup_cb(reset_job_scratch)
+    return registration

@@ -20,8 +20,8 @@ from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nvflare_lazy.transport.families import Family
-    from nvflare_lazy.transport.manifest import Item, Manifest
+    from nvflare_lazy.transport._backends import Family
+    from nvflare_lazy.transport.segments.manifest import Item, Manifest
 
 # A header of this many names takes some six megabytes.
 _MOST_NAMES_A_FILE = 65_536

@@ -14,12 +14,12 @@ from nvflare_lazy.scratch import current_job_scratch
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.tensor_entry import TensorEntry
 from nvflare_lazy.transport import offload
-from nvflare_lazy.transport.consumers import receive
+from nvflare_lazy.transport._backends import TORCH
+from nvflare_lazy.transport._downloadable import PayloadDownloadable
+from nvflare_lazy.transport._memory_consumer import MemoryConsumer
 from nvflare_lazy.transport.disk_consumer import DiskConsumer, cleanup_active_disk_tensor_downloads
-from nvflare_lazy.transport.downloadable import PayloadDownloadable
-from nvflare_lazy.transport.families import TORCH
-from nvflare_lazy.transport.fetching import Link
-from nvflare_lazy.transport.memory_consumer import MemoryConsumer
+from nvflare_lazy.transport.receive import receive
+from nvflare_lazy.transport.segments.client import Link
 
 if TYPE_CHECKING:
     import os

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from nvflare.fuel.utils import fobs
 
 from nvflare_lazy.errors import TransferError
-from nvflare_lazy.transport.nvflare_private import stock_via_downloader
-from nvflare_lazy.transport.remote_source import open_remote
+from nvflare_lazy.transport._nvflare_private import stock_via_downloader
+from nvflare_lazy.transport.segments.remote_source import open_remote
 
 if TYPE_CHECKING:
-    from nvflare_lazy.transport.families import Family
+    from nvflare_lazy.transport._backends import Family
 
 _thread = threading.local()
 

@@ -65,8 +65,8 @@ def _add(state: State, downloadable: Any) -> str:
 
 
 def _bad_payload(good: Any, fault: str, at: float) -> Any:
-    from nvflare_lazy.transport import manifest as manifests
-    from nvflare_lazy.transport.payload import Payload
+    from nvflare_lazy.transport._downloadable import Payload
+    from nvflare_lazy.transport.segments import manifest as manifests
 
     class Bad(Payload):
         served = 0
@@ -136,8 +136,8 @@ def receive(
 
     from nvflare_lazy.scratch import JobScratch
     from nvflare_lazy.transport import offload
-    from nvflare_lazy.transport.consumers import receive as receive_into
-    from nvflare_lazy.transport.fetching import Link
+    from nvflare_lazy.transport.receive import receive as receive_into
+    from nvflare_lazy.transport.segments.client import Link
     from nvflare_lazy.transport.tensor_downloader import TensorConsumer, receive_to_disk
 
     abort = Signal()
@@ -253,7 +253,7 @@ _Zeros = _zeros()
 
 def drop_answers(state: State, every: int) -> None:
     """Lose every so many answers to requests for segments; none, if that is 0."""
-    from nvflare_lazy.transport.serving import SegmentServer
+    from nvflare_lazy.transport.segments.server import SegmentServer
 
     answer = state.kept.setdefault("answer", SegmentServer._answer)
     counter = iter(range(1, 1 << 30))
@@ -267,7 +267,8 @@ def drop_answers(state: State, every: int) -> None:
 
 def be_impatient(state: State) -> None:
     """Do not wait as long as usual for what does not come."""
-    from nvflare_lazy.transport import consumers, fetching
+    from nvflare_lazy.transport import receive as consumers
+    from nvflare_lazy.transport.segments import client as fetching
 
     consumers._FIRST_NEWS_SECONDS = 0.5
     fetching._STALL_SECONDS = 0.1

@@ -56,7 +56,7 @@ def heard(state: State, secret: bytes) -> dict[str, int]:
     from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
     from nvflare.fuel.f3.sfm.prefix import PREFIX_LEN, Prefix
 
-    from nvflare_lazy.transport import wire
+    from nvflare_lazy.transport.segments import protocol
 
     counted = {"segments": 0, "in the clear": 0, "secrets": 0}
     for frame in state.kept["heard"]:
@@ -65,7 +65,7 @@ def heard(state: State, secret: bytes) -> dict[str, int]:
         if not prefix.header_len:
             continue
         headers = msgpack.unpackb(frame[PREFIX_LEN : PREFIX_LEN + prefix.header_len])
-        if headers.get(MessageHeaderKey.TOPIC) == wire.DATA_TOPIC:
+        if headers.get(MessageHeaderKey.TOPIC) == protocol.DATA_TOPIC:
             counted["segments"] += 1
             counted["in the clear"] += not headers.get(MessageHeaderKey.ENCRYPTED, False)
     state.kept["heard"].clear()

@@ -19,13 +19,13 @@ from nvflare_lazy.formats.safetensors_header import parse_message
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
-from nvflare_lazy.transport import manifest as manifests
 from nvflare_lazy.transport import shards
+from nvflare_lazy.transport._backends import NUMPY, TORCH
+from nvflare_lazy.transport._downloadable import Payload
+from nvflare_lazy.transport._memory_consumer import MemorySink
 from nvflare_lazy.transport.array_downloader import ArrayConsumer, ArrayDownloadable, DiskArrayConsumer
-from nvflare_lazy.transport.families import NUMPY, TORCH
-from nvflare_lazy.transport.payload import Payload
 from nvflare_lazy.transport.plain_folder import PlainFolder
-from nvflare_lazy.transport.sinks import MemorySink
+from nvflare_lazy.transport.segments import manifest as manifests
 from nvflare_lazy.transport.tensor_downloader import (
     DiskTensorConsumer,
     TensorConsumer,

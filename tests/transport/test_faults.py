@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from nvflare_lazy.transport.wire import SEGMENT_BYTES
+from nvflare_lazy.transport.segments.protocol import SEGMENT_BYTES
 from tests.transport import bad_senders, scenes
 from tests.transport.peers import Net
 

@@ -17,15 +17,15 @@ from nvflare.fuel.f3.streaming.download_service import DownloadService
 from nvflare.fuel.utils.fobs import fobs as registry
 from nvflare.fuel.utils.fobs.decomposers import via_downloader
 
-from nvflare_lazy.transport import nvflare_private
+from nvflare_lazy.transport import _nvflare_private
 
-TRANSPORT = Path(nvflare_private.__file__).parent
+TRANSPORT = Path(_nvflare_private.__file__).parent
 
 
 def test_wire_words():
     """The words of NVFlare's protocol that peers without this package understand."""
     words = {
-        name: getattr(nvflare_private, name)
+        name: getattr(_nvflare_private, name)
         for name in ("REF_ID", "STATE", "DATA", "STATUS", "START", "COUNT", "DATUM_REF_ID", "DATUM_FQCN")
     }
     assert words == {
@@ -38,8 +38,8 @@ def test_wire_words():
         "DATUM_REF_ID": "ref_id",
         "DATUM_FQCN": "fqcn",
     }
-    assert (nvflare_private.ENC_TYPE, nvflare_private.ENC_DATA) == ("type", "data")
-    assert (nvflare_private.ENC_NATIVE, nvflare_private.ENC_REF) == ("native", "ref")
+    assert (_nvflare_private.ENC_TYPE, _nvflare_private.ENC_DATA) == ("type", "data")
+    assert (_nvflare_private.ENC_NATIVE, _nvflare_private.ENC_REF) == ("native", "ref")
 
 
 def test_registry():
@@ -90,13 +90,13 @@ def test_signals():
     child = Signal(parent=Signal(parent=parent))
     parent.trigger("over")
     assert child.triggered
-    assert nvflare_private.reason_of(child) == "over"
-    assert nvflare_private.reason_of(Signal()) is None
+    assert _nvflare_private.reason_of(child) == "over"
+    assert _nvflare_private.reason_of(Signal()) is None
 
 
 def test_items_context():
     """The same value gets the same number, and numbers count up from T0: names that need not travel."""
-    context = nvflare_private.new_items_context()
+    context = _nvflare_private.new_items_context()
     first, second = object(), object()
     assert [context.add_item(item)[0] for item in (first, second, first)] == ["T0", "T1", "T0"]
     assert context.target_items == {"T0": first, "T1": second}
@@ -104,11 +104,11 @@ def test_items_context():
 
 def test_all_private_names_are_here():
     """No other module of transport reaches for a private name of NVFlare."""
-    private_import = re.compile(r"from nvflare[\w.]* import [^\n]*\b_\w+")
+    private_import = re.compile(r"from nvflare(\.[\w.]+)? import [^\n]*\b_\w+")
     found = [
         path.name
-        for path in TRANSPORT.glob("*.py")
-        if path.name != "nvflare_private.py" and private_import.search(path.read_text())
+        for path in TRANSPORT.rglob("*.py")
+        if path.name != "_nvflare_private.py" and private_import.search(path.read_text())
     ]
     assert found == []
 
@@ -131,11 +131,13 @@ class Note:
         self._remove_task = remove
 
 
-def test_cleanup_in_time(caplog):
-    """What is due first is removed first, whatever an earlier one raises; then the thread ends, until the next."""
-    thread, done = nvflare_private.CleanupThread(), []
+def test_cleanup_in_time(monkeypatch, caplog):
+    """Each note is removed when it is due, whatever another one raises; then the thread ends, until the next."""
+    monkeypatch.setattr(_nvflare_private, "_CLEANUP_INTERVAL_SECONDS", 0.01)
+    thread, done = _nvflare_private.CleanupThread(), []
     thread.remove_later(Note(lambda: 1 / 0), 0.01)
-    for number, seconds in enumerate((0.3, 0.1, 0.2)):
+    thread.remove_later(Note(lambda: done.append("cancelled")), 0.02).cancel()
+    for number, seconds in enumerate((0.6, 0.1, 0.3)):
         thread.remove_later(Note(lambda number=number: done.append(number)), seconds)
     assert len(cleaning()) == 1
     wait_until(lambda: len(done) == 3)
@@ -150,8 +152,8 @@ def test_notes_of_nvflare(monkeypatch):
     """NVFlare's notes of received streams are removed in time, without a thread for each."""
 
     monkeypatch.setattr(RxTask, "_schedule_remove_task", RxTask._schedule_remove_task)
-    thread = nvflare_private.CleanupThread()
-    nvflare_private.use_single_cleanup_thread(lambda: thread)
+    thread = _nvflare_private.CleanupThread()
+    _nvflare_private.use_single_cleanup_thread(lambda: thread)
     tasks = [RxTask(number, "tests", None) for number in range(50)]
     RxTask.rx_task_map.update({("tests", task.sid): task for task in tasks})
     before = threading.active_count()

@@ -86,9 +86,9 @@ def test_first_answers_of_known_senders_are_not_throttled(known):
     """Downloads from a cell that has offered segments do not queue behind whole tensors of slow stock senders."""
     from types import SimpleNamespace
 
-    from nvflare_lazy.transport.families import TORCH
-    from nvflare_lazy.transport.fetching import Link
-    from nvflare_lazy.transport.memory_consumer import MemoryConsumer
+    from nvflare_lazy.transport._backends import TORCH
+    from nvflare_lazy.transport._memory_consumer import MemoryConsumer
+    from nvflare_lazy.transport.segments.client import Link
 
     runtime = TransferRuntime()
     if known:

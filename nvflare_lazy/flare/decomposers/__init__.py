@@ -13,7 +13,7 @@ def _install() -> None:
     except FileNotFoundError:
         # The simulator imports this in a directory that it has removed. There torch's libraries would end the process.
         os.chdir("/")
-    from nvflare_lazy.transport.install import install
+    from nvflare_lazy.transport.registration import install
 
     install()
 

@@ -8,13 +8,11 @@ its name on it and not a transfer with a riddle.
 from __future__ import annotations
 
 import functools
-import heapq
-import itertools
 import logging
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
@@ -34,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
+
+_CLEANUP_INTERVAL_SECONDS = 1.0
 
 # Keys of a download request, of its reply and of what they point to.
 REF_ID: str = _PropKey.REF_ID
@@ -143,43 +143,55 @@ class CleanupThread:
 
     NVFlare keeps a note of each message that it received for a minute, and starts a thread for each that waits to
     remove it. Whole tensors from clients without this package are hundreds of messages, and each thread costs its
-    stack. The delays differ: NVFlare lets a sender ask for up to an hour. The thread exists while something waits.
+    stack. The delays differ: NVFlare lets a sender ask for up to an hour. The thread exists while a note does.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._due: list[tuple[float, int, Any]] = []
-        self._count = itertools.count()
+        self._lock = threading.Lock()
+        self._due: dict[Any, float] = {}
         self._running = False
 
-    def remove_later(self, task: RxTask, seconds: float) -> None:
-        """Remove a note after so many seconds."""
-        with self._changed:
-            entry = (time.monotonic() + seconds, next(self._count), task)
-            heapq.heappush(self._due, entry)
+    def remove_later(self, task: Any, seconds: float) -> ScheduledRemoval:
+        """Remove a note after so many seconds, or up to a second later."""
+        with self._lock:
+            self._due[task] = time.monotonic() + seconds
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, name="nvflare_lazy_cleanup", daemon=True).start()
-            elif self._due[0] is entry:
-                self._changed.notify()
+        return ScheduledRemoval(self, task)
 
-    def cancel(self) -> None:
-        """Do nothing: NVFlare calls this when it removes a note early, and a second removal changes nothing."""
+    def cancel(self, task: Any) -> None:
+        """Drop a note, which NVFlare removed itself."""
+        with self._lock:
+            self._due.pop(task, None)
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                while self._due and (left := self._due[0][0] - time.monotonic()) > 0:
-                    self._changed.wait(left)
+            time.sleep(_CLEANUP_INTERVAL_SECONDS)
+            now = time.monotonic()
+            with self._lock:
+                tasks = [task for task, due in self._due.items() if due <= now]
                 if not self._due:
                     self._running = False
                     return
-                task = heapq.heappop(self._due)[2]
-            try:
-                task._remove_task()
-            except Exception:
-                logger.exception("Cannot remove the note of a received stream")
-            del task
+            for task in tasks:
+                try:
+                    task._remove_task()
+                except Exception:
+                    logger.exception("Cannot remove the note of a received stream")
+                self.cancel(task)
+            tasks.clear()
+
+
+class ScheduledRemoval(NamedTuple):
+    """What NVFlare takes for the timer of a note."""
+
+    thread: CleanupThread
+    task: Any
+
+    def cancel(self) -> None:
+        """Do not remove the note; NVFlare did."""
+        self.thread.cancel(self.task)
 
 
 def use_single_cleanup_thread(cleanup: Callable[[], CleanupThread]) -> None:
@@ -192,8 +204,8 @@ def use_single_cleanup_thread(cleanup: Callable[[], CleanupThread]) -> None:
     def schedule(self: Any, ttl: float | None = None) -> None:
         with self.stop_lock:
             if self.cleanup_timer is None:
-                self.cleanup_timer = cleanup()
-                self.cleanup_timer.remove_later(self, self.completed_task_ttl if ttl is None else ttl)
+                seconds = self.completed_task_ttl if ttl is None else ttl
+                self.cleanup_timer = cleanup().remove_later(self, seconds)
 
     RxTask._schedule_remove_task = schedule
 

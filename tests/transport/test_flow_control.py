@@ -11,12 +11,12 @@ import pytest
 from nvflare.fuel.f3.message import Message
 from nvflare.fuel.f3.streaming.download_service import ProduceRC
 
-from nvflare_lazy.transport import nvflare_private, whole_items
-from nvflare_lazy.transport.budget import InflightBudget
-from nvflare_lazy.transport.fetching import Link
-from nvflare_lazy.transport.memory_consumer import MemoryConsumer
+from nvflare_lazy.transport import _flow_control as whole_items
+from nvflare_lazy.transport import _nvflare_private
+from nvflare_lazy.transport._flow_control import InflightBudget, Turns
+from nvflare_lazy.transport._memory_consumer import MemoryConsumer
 from nvflare_lazy.transport.offload import TransferRuntime
-from nvflare_lazy.transport.whole_items import Turns
+from nvflare_lazy.transport.segments.client import Link
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_released_buffers():
 
 def test_first_tensor_is_let_go():
     """The list that NVFlare keeps until a download is over is empty as soon as its tensor is written."""
-    end = Message({}, {nvflare_private.STATUS: ProduceRC.EOF})
+    end = Message({}, {_nvflare_private.STATUS: ProduceRC.EOF})
     cell = SimpleNamespace(send_request=lambda **_: end, core_cell=SimpleNamespace(my_info=SimpleNamespace(fqcn="b")))
     consumer = Keeping()
     runtime = TransferRuntime()

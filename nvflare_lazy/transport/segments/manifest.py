@@ -16,7 +16,7 @@ import msgpack
 from nvflare_lazy.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from nvflare_lazy.transport.families import Family
+    from nvflare_lazy.transport._backends import Family
 
 VERSION = 1
 # More tensors than any model has. Each takes memory here before its first byte has come.

@@ -19,13 +19,13 @@ from nvflare_lazy.errors import FormatError, ProtocolError, UnsupportedDtypeErro
 from nvflare_lazy.formats.safetensors_header import encode_header, parse_message
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.lazy_array import LazyArray
-from nvflare_lazy.transport.families import NUMPY, TORCH, array_bytes
+from nvflare_lazy.transport._backends import NUMPY, TORCH, array_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nvflare_lazy.tensors.byte_source import ByteSource
-    from nvflare_lazy.transport.families import Family
+    from nvflare_lazy.transport._backends import Family
 
 _MOST_HEADER_BYTES = 1 << 20
 _MOST_ARRAY_HEADER_BYTES = 128 << 10

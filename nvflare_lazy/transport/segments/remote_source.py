@@ -13,12 +13,13 @@ from nvflare.fuel.f3.streaming.download_service import ProduceRC, request_downlo
 
 from nvflare_lazy.errors import PeerLostError, ProtocolError, SegmentTimeoutError
 from nvflare_lazy.tensors.byte_source import ByteSource, MemorySource
-from nvflare_lazy.transport import nvflare_private, offload, wire
-from nvflare_lazy.transport.fetching import Fetch, Link
-from nvflare_lazy.transport.stock_items import unpack_item
+from nvflare_lazy.transport import _nvflare_private, offload
+from nvflare_lazy.transport.nvflare_items.format import unpack_item
+from nvflare_lazy.transport.segments import protocol
+from nvflare_lazy.transport.segments.client import Fetch, Link
 
 if TYPE_CHECKING:
-    from nvflare_lazy.transport.families import Family
+    from nvflare_lazy.transport._backends import Family
 
 _FIRST_NEWS_SECONDS = 15.0
 
@@ -43,7 +44,7 @@ class RemoteSource(ByteSource):
 
         Fetch(
             self._link,
-            wire.ITEM,
+            protocol.ITEM,
             len(buffer),
             write,
             item=self._item,
@@ -86,7 +87,7 @@ def _whole_item(ref: Any, family: Family, link: Link) -> Any:
         from_fqcn=link.from_fqcn,
         ref_id=link.ref_id,
         # No items have come: a sender takes this for "go on from here".
-        state={nvflare_private.START: int(index), nvflare_private.COUNT: 0},
+        state={_nvflare_private.START: int(index), _nvflare_private.COUNT: 0},
         per_request_timeout=link.timeout,
         cell=link.cell,
         abort_signal=link.abort,
@@ -96,8 +97,8 @@ def _whole_item(ref: Any, family: Family, link: Link) -> Any:
     payload = reply.payload
     if code != ReturnCode.OK or not isinstance(payload, dict):
         raise PeerLostError(f"{link.from_fqcn} does not send {ref.item_id}: {code}")
-    items = payload.get(nvflare_private.DATA)
-    if payload.get(nvflare_private.STATUS) != ProduceRC.OK or not items:
+    items = payload.get(_nvflare_private.DATA)
+    if payload.get(_nvflare_private.STATUS) != ProduceRC.OK or not items:
         raise ProtocolError(f"{link.from_fqcn} has no {ref.item_id}")
     for name, dtype, shape, data in unpack_item(family, items[0], link.from_fqcn):
         if name == ref.item_id:

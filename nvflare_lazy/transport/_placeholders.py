@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nvflare_lazy.transport import nvflare_private
+from nvflare_lazy.transport import _nvflare_private
 
 _SEPARATOR = "@"
 
@@ -24,7 +24,7 @@ class Outgoing:
         self.payloads.setdefault(ref_id, fqcn)
         first = next(iter(self.payloads))
         content = item_id if ref_id == first else f"{item_id}{_SEPARATOR}{ref_id}"
-        return {nvflare_private.ENC_TYPE: nvflare_private.ENC_REF, nvflare_private.ENC_DATA: content}
+        return {_nvflare_private.ENC_TYPE: _nvflare_private.ENC_REF, _nvflare_private.ENC_DATA: content}
 
 
 class Batches:

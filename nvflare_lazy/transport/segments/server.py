@@ -2,7 +2,8 @@
 """The sender's end of segments: answers each request for a range of bytes with that range, and remembers nothing.
 
 Requests are answered by a few threads of our own. NVFlare's, which deliver them, also carry the heartbeats; they must
-not wait for a receiver on a slow line.
+not wait for a receiver on a slow line. A process ends without joining them: NVFlare reports what else is still running
+at the end of a job, and then ends the process the hard way.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
 from nvflare.fuel.f3.message import Message
 
 from nvflare_lazy.errors import NVFlareLazyError, ProtocolError
-from nvflare_lazy.transport import nvflare_private, wire
-from nvflare_lazy.transport.sending_threads import SendingThreads
+from nvflare_lazy.transport import _nvflare_private
+from nvflare_lazy.transport.segments import protocol
 
 if TYPE_CHECKING:
-    from nvflare_lazy.transport.payload import Payload
+    from collections.abc import Callable
+
+    from nvflare_lazy.transport._downloadable import Payload
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +60,12 @@ class SegmentServer:
             if core in self._cells:
                 return
             self._cells.add(core)
-        core.register_request_cb(wire.CHANNEL, wire.REQUEST_TOPIC, self._take, core)
+        core.register_request_cb(protocol.CHANNEL, protocol.REQUEST_TOPIC, self._take, core)
 
     def _take(self, message: Message, core: Any) -> None:
         requester = message.get_header(MessageHeaderKey.ORIGIN)
         try:
-            request = wire.Request.from_message(message)
+            request = protocol.Request.from_message(message)
         except ProtocolError as error:
             logger.warning("ignored %s, from %s", error, requester)
             return
@@ -98,7 +101,7 @@ class SegmentServer:
 
     def _answer(self, job: _Job) -> None:
         request = job.request
-        with nvflare_private.serving(request.ref_id, job.requester) as ref:
+        with _nvflare_private.serving(request.ref_id, job.requester) as ref:
             payload = None if ref is None else self._payloads.get(request.ref_id)
             if ref is None or payload is None:
                 job.refuse("the tensors are not there any more: their transfer is over, or timed out")
@@ -113,15 +116,15 @@ class SegmentServer:
                 job.refuse(f"{type(error).__name__}: {error}")
                 return
             if job.send(data):
-                nvflare_private.note_sent(ref, job.requester, len(data))
+                _nvflare_private.note_sent(ref, job.requester, len(data))
 
 
-def _read(payload: Payload, request: wire.Request) -> bytearray | memoryview:
-    if request.what == wire.DATA:
+def _read(payload: Payload, request: protocol.Request) -> bytearray | memoryview:
+    if request.what == protocol.DATA:
         return payload.read(request.start, request.count)
-    if request.what == wire.ITEM and request.item is not None:
+    if request.what == protocol.ITEM and request.item is not None:
         return payload.read_item(request.item, request.start, request.count)
-    if request.what == wire.MANIFEST:
+    if request.what == protocol.MANIFEST:
         return memoryview(payload.encoded_manifest)[request.start : request.start + request.count]
     raise ProtocolError(f"{request.what!r} was asked for, which this release does not know")
 
@@ -131,19 +134,68 @@ class _Job:
 
     __slots__ = ("core", "request", "requester", "secure")
 
-    def __init__(self, core: Any, requester: str, secure: bool, request: wire.Request) -> None:
+    def __init__(self, core: Any, requester: str, secure: bool, request: protocol.Request) -> None:
         self.core = core
         self.requester = requester
         self.secure = secure
         self.request = request
 
     def send(self, data: bytearray | memoryview | None, error: str | None = None) -> bool:
-        headers = wire.Data(self.request.transfer, self.request.start, error).to_headers()
+        headers = protocol.Data(self.request.transfer, self.request.start, error).to_headers()
         errors = self.core.fire_and_forget(
-            wire.CHANNEL, wire.DATA_TOPIC, self.requester, Message(headers, data), secure=self.secure, optional=True
+            protocol.CHANNEL,
+            protocol.DATA_TOPIC,
+            self.requester,
+            Message(headers, data),
+            secure=self.secure,
+            optional=True,
         )
         return not errors.get(self.requester)
 
     def refuse(self, reason: str) -> None:
         logger.info("refused a request of %s: %s", self.requester, reason)
         self.send(None, reason)
+
+
+# Longer than the pauses between two segments of a transfer, and short enough that a process at rest has none.
+_LINGER_SECONDS = 5.0
+
+
+class SendingThreads:
+    """Calls functions on a few threads.
+
+    Args:
+        most: How many threads there are at most.
+        name: What their names begin with.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most = most
+        self._name = name
+        self._changed = threading.Condition()
+        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._idle = 0
+        self._count = 0
+
+    def call(self, function: Callable[..., None], *args: Any) -> None:
+        """Have a function called as soon as a thread is free; it must not raise."""
+        with self._changed:
+            self._calls.append((function, args))
+            if self._idle >= len(self._calls):
+                self._changed.notify()
+            elif self._count < self._most:
+                threading.Thread(target=self._run, name=f"{self._name}_{self._count}", daemon=True).start()
+                self._count += 1
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                self._changed.wait_for(lambda: self._calls, _LINGER_SECONDS)
+                self._idle -= 1
+                if not self._calls:
+                    self._count -= 1
+                    return
+                function, args = self._calls.popleft()
+            function(*args)
+            del function, args  # what was sent is not held until the next call

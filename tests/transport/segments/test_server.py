@@ -11,8 +11,9 @@ import pytest
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
 from nvflare.fuel.f3.message import Message
 
-from nvflare_lazy.transport import serving, wire
-from nvflare_lazy.transport.serving import SegmentServer
+from nvflare_lazy.transport.segments import protocol
+from nvflare_lazy.transport.segments import server as server_module
+from nvflare_lazy.transport.segments.server import SegmentServer
 
 
 @pytest.fixture
@@ -26,11 +27,11 @@ def served(monkeypatch):
         answered.append((job.requester, job.request.start))
 
     monkeypatch.setattr(SegmentServer, "_answer", answer)
-    monkeypatch.setattr(serving, "_MOST_THREADS", 2)
+    monkeypatch.setattr(server_module, "_MOST_THREADS", 2)
     server = SegmentServer()
 
     def ask(requester, start):
-        request = wire.Request("number", "ref", wire.DATA, start, 8)
+        request = protocol.Request("number", "ref", protocol.DATA, start, 8)
         message = Message(request.to_headers(), None)
         message.set_header(MessageHeaderKey.ORIGIN, requester)
         server._take(message, core)
@@ -58,7 +59,7 @@ def test_asked_twice(served):
 
 def test_without_end(served, monkeypatch):
     """Whoever asks and asks has a line of limited length, and keeps nobody else waiting."""
-    monkeypatch.setattr(serving, "_MOST_WAITING", 20)
+    monkeypatch.setattr(server_module, "_MOST_WAITING", 20)
     ask, gate, answered = served
     for start in range(10_000):
         ask("site-1", start)

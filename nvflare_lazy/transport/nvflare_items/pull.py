@@ -15,11 +15,11 @@ from nvflare.fuel.f3.cellnet.utils import new_cell_message
 from nvflare.fuel.f3.streaming.download_service import OBJ_DOWNLOADER_CHANNEL, OBJ_DOWNLOADER_TOPIC, ProduceRC
 from nvflare.fuel.f3.streaming.stream_utils import download_request_thread_pool
 
-from nvflare_lazy.transport import nvflare_private
+from nvflare_lazy.transport import _nvflare_private
 
 if TYPE_CHECKING:
-    from nvflare_lazy.transport.fetching import Link
-    from nvflare_lazy.transport.whole_items import Turn
+    from nvflare_lazy.transport._flow_control import Turn
+    from nvflare_lazy.transport.segments.client import Link
 
 
 class ReadAhead:
@@ -72,8 +72,8 @@ class ReadAhead:
         payload = reply.payload
         if reply.get_header(MessageHeaderKey.RETURN_CODE) != ReturnCode.OK or not isinstance(payload, dict):
             return None
-        following, items = payload.get(nvflare_private.STATE), payload.get(nvflare_private.DATA)
-        if payload.get(nvflare_private.STATUS) != ProduceRC.OK:
+        following, items = payload.get(_nvflare_private.STATE), payload.get(_nvflare_private.DATA)
+        if payload.get(_nvflare_private.STATUS) != ProduceRC.OK:
             return None
         return (following, items) if isinstance(following, dict) and isinstance(items, list) else None
 
@@ -85,10 +85,10 @@ class ReadAhead:
     def _request(self, state: dict[str, Any]) -> Any:
         link = self._link
         payload = {
-            nvflare_private.REF_ID: link.ref_id,
-            nvflare_private.STATE: state,
+            _nvflare_private.REF_ID: link.ref_id,
+            _nvflare_private.STATE: state,
             # As NVFlare's loop says it: the end that is answered to this request is not yet the end.
-            nvflare_private.CONFIRM_CAPABLE: True,
+            _nvflare_private.CONFIRM_CAPABLE: True,
         }
         return link.cell.send_request(
             channel=OBJ_DOWNLOADER_CHANNEL,

@@ -20,7 +20,7 @@ from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.message import Message
 
 from nvflare_lazy.errors import PeerLostError, ProtocolError, SegmentTimeoutError, TransferAbortedError
-from nvflare_lazy.transport import wire
+from nvflare_lazy.transport.segments import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,7 +99,7 @@ class Inbox:
             if core in self._cells:
                 return number
             self._cells.add(core)
-        core.register_request_cb(wire.CHANNEL, wire.DATA_TOPIC, self._take)
+        core.register_request_cb(protocol.CHANNEL, protocol.DATA_TOPIC, self._take)
         return number
 
     def close(self, number: str) -> None:
@@ -108,7 +108,7 @@ class Inbox:
             self._fetches.pop(number, None)
 
     def _take(self, message: Message) -> None:
-        data = wire.Data.from_message(message)
+        data = protocol.Data.from_message(message)
         fetch = None if data is None else self._fetches.get(data.transfer)
         if data is not None and fetch is not None:
             fetch.arrived(message.get_header(MessageHeaderKey.ORIGIN), data, message.payload)
@@ -119,7 +119,7 @@ class Fetch:
 
     Args:
         link: From where.
-        what: `wire.MANIFEST`, `wire.DATA` or `wire.ITEM`.
+        what: `protocol.MANIFEST`, `protocol.DATA` or `protocol.ITEM`.
         nbytes: How many bytes there are.
         write: Takes an offset and the bytes that belong there; called from several threads at once.
         item: The item's name, if it is about one.
@@ -151,7 +151,7 @@ class Fetch:
         self._first_news = first_news
         through = link.leads_through_job
         self._window = _WINDOW_THROUGH_JOB_BYTES if through else WINDOW_BYTES
-        self._segment = _SEGMENT_THROUGH_JOB_BYTES if through else wire.SEGMENT_BYTES
+        self._segment = _SEGMENT_THROUGH_JOB_BYTES if through else protocol.SEGMENT_BYTES
         self._changed = threading.Condition()
         self._next = 0
         self._done = 0
@@ -232,10 +232,10 @@ class Fetch:
 
     def _ask(self, offset: int, count: int) -> None:
         link = self.link
-        request = wire.Request(self._number, link.ref_id, self._what, self._start + offset, count, self._item)
+        request = protocol.Request(self._number, link.ref_id, self._what, self._start + offset, count, self._item)
         errors = link.cell.core_cell.fire_and_forget(
-            wire.CHANNEL,
-            wire.REQUEST_TOPIC,
+            protocol.CHANNEL,
+            protocol.REQUEST_TOPIC,
             link.from_fqcn,
             Message(request.to_headers(), None),
             secure=link.secure,
@@ -274,7 +274,7 @@ class Fetch:
         self._asked = now
         self._patience = min(2 * self._patience, _MOST_ASK_AGAIN_SECONDS)
 
-    def arrived(self, origin: str, data: wire.Data, payload: Any) -> None:
+    def arrived(self, origin: str, data: protocol.Data, payload: Any) -> None:
         """Take bytes that came in; called by NVFlare's threads."""
         if origin != self.link.from_fqcn:
             return

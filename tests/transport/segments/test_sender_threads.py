@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from nvflare_lazy.transport import sending_threads
-from nvflare_lazy.transport.sending_threads import SendingThreads
+from nvflare_lazy.transport.segments import server as sending_threads
+from nvflare_lazy.transport.segments.server import SendingThreads
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_calls_one_after_the_other_share_a_thread():
 def test_a_process_ends_without_waiting():
     """A process whose sender is stuck ends at once all the same, and quietly."""
     program = (
-        "import threading; from nvflare_lazy.transport.sending_threads import SendingThreads; "
+        "import threading; from nvflare_lazy.transport.segments.server import SendingThreads; "
         "SendingThreads(1, 'sends').call(threading.Event().wait, 60)"
     )
     started = time.monotonic()

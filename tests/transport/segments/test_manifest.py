@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvflare_lazy.errors import ProtocolError
-from nvflare_lazy.transport import manifest as manifests
-from nvflare_lazy.transport.families import NUMPY, TORCH
+from nvflare_lazy.transport._backends import NUMPY, TORCH
+from nvflare_lazy.transport.segments import manifest as manifests
 
 TYPES = [torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.uint8]
 ITEM = st.tuples(

@@ -25,19 +25,20 @@ from nvflare_lazy.errors import (
     TransferAbortedError,
     TransferError,
 )
-from nvflare_lazy.transport import manifest as manifests
-from nvflare_lazy.transport import nvflare_private, wire
-from nvflare_lazy.transport.fetching import Fetch, Link
-from nvflare_lazy.transport.read_ahead import ReadAhead
-from nvflare_lazy.transport.whole_items import FIRST_ANSWER_BYTES
+from nvflare_lazy.transport import _nvflare_private
+from nvflare_lazy.transport._flow_control import FIRST_ANSWER_BYTES
+from nvflare_lazy.transport.nvflare_items.pull import ReadAhead
+from nvflare_lazy.transport.segments import manifest as manifests
+from nvflare_lazy.transport.segments import protocol
+from nvflare_lazy.transport.segments.client import Fetch, Link
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nvflare_lazy.transport.families import Family
-    from nvflare_lazy.transport.manifest import Manifest
-    from nvflare_lazy.transport.sinks import Sink
-    from nvflare_lazy.transport.whole_items import Turn
+    from nvflare_lazy.transport._backends import Family
+    from nvflare_lazy.transport._flow_control import Turn
+    from nvflare_lazy.transport._memory_consumer import Sink
+    from nvflare_lazy.transport.segments.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class PayloadConsumer(Consumer):
         if self._link is None:
             self.result = self.consume_items(data, self.result)
             return state
-        offer = wire.Offer.from_state(state.get(wire.KEY))
+        offer = protocol.Offer.from_state(state.get(protocol.KEY))
         if offer is None or data or self._blocked:
             return self._take_items(self._link, state, data)
         self._link.runtime.senders_with_package.add(self._link.from_fqcn)
@@ -146,8 +147,8 @@ class PayloadConsumer(Consumer):
         except SegmentTimeoutError as error:
             logger.warning("%s; going on with whole tensors", error)
             self._blocked = True
-            return {nvflare_private.START: 0, nvflare_private.COUNT: 0}
-        return {nvflare_private.START: offer.items, nvflare_private.COUNT: 0}
+            return {_nvflare_private.START: 0, _nvflare_private.COUNT: 0}
+        return {_nvflare_private.START: offer.items, _nvflare_private.COUNT: 0}
 
     def _take_items(self, link: Link, state: dict[str, Any], data: list[Any]) -> dict[str, Any]:
         ahead = ReadAhead(link)
@@ -170,7 +171,7 @@ class PayloadConsumer(Consumer):
         finally:
             ahead.let_go()
 
-    def _take_segments(self, link: Link, offer: wire.Offer) -> None:
+    def _take_segments(self, link: Link, offer: protocol.Offer) -> None:
         if offer.items > manifests.MOST_ITEMS or offer.manifest_nbytes > manifests.MOST_BYTES:
             raise ProtocolError(
                 f"{link.from_fqcn} offers {offer.items} tensors in a list of {offer.manifest_nbytes} bytes; "
@@ -181,7 +182,7 @@ class PayloadConsumer(Consumer):
         def write(offset: int, data: memoryview) -> None:
             listed[offset : offset + len(data)] = data
 
-        Fetch(link, wire.MANIFEST, offer.manifest_nbytes, write, first_news=_FIRST_NEWS_SECONDS).run()
+        Fetch(link, protocol.MANIFEST, offer.manifest_nbytes, write, first_news=_FIRST_NEWS_SECONDS).run()
         manifest = manifests.decode(listed, self.family, link.from_fqcn)
         if len(manifest.items) != offer.items or manifest.nbytes != offer.nbytes:
             raise ProtocolError(
@@ -190,7 +191,7 @@ class PayloadConsumer(Consumer):
             )
         sink = self.open_sink(manifest)
         progress = None if self._progress is None else self._progress.bytes_came
-        Fetch(link, wire.DATA, manifest.nbytes, sink.write, progress=progress).run()
+        Fetch(link, protocol.DATA, manifest.nbytes, sink.write, progress=progress).run()
         self.nbytes, self.by_segments = manifest.nbytes, True
 
     def download_completed(self, ref_id: str) -> None:
@@ -228,7 +229,7 @@ def receive(consumer: PayloadConsumer, link: Link, progress_cb: Callable[..., No
     started = time.monotonic()
     relay = None if progress_cb is None else ProgressRelay(progress_cb)
     try:
-        with nvflare_private.source_signal(link.cell, link.from_fqcn, link.ref_id, link.abort) as signal:
+        with _nvflare_private.source_signal(link.cell, link.from_fqcn, link.ref_id, link.abort) as signal:
             attached = consumer.attach(replace(link, abort=signal), relay)
             consumer.wait_for_turn()
             download_object(
@@ -307,4 +308,4 @@ class _LinkedSignal(Signal):
 
     @property
     def value(self) -> Any:
-        return nvflare_private.reason_of(self)
+        return _nvflare_private.reason_of(self)

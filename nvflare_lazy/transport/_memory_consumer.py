@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Receives a payload into memory, each tensor into the memory it will stay in."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nvflare_lazy.errors import ProtocolError
+from nvflare_lazy.transport.nvflare_items.format import unpack_item
+from nvflare_lazy.transport.receive import PayloadConsumer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nvflare_lazy.transport._backends import Family
+    from nvflare_lazy.transport.segments.manifest import Item, Manifest
+
+
+class MemoryConsumer(PayloadConsumer):
+    """Makes ordinary values.
+
+    Args:
+        family: What kind of values.
+        received_cb: Called with a dictionary of values as they are complete, one call at a time; what it returns, if
+            that is a dictionary, becomes part of the result instead of them. Without it they are the result.
+        cb_kwargs: Further arguments for it.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        received_cb: Callable[..., Any] | None = None,
+        cb_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(family)
+        if received_cb is not None and not callable(received_cb):
+            raise ValueError(f"the callback for what is received must be callable, and is {received_cb!r}")
+        self._received_cb = received_cb
+        self._cb_kwargs = cb_kwargs or {}
+        self._lock = threading.Lock()
+        self._seen: set[str] = set()
+        self._sink: MemorySink | None = None
+        self._order: list[str] = []
+
+    def consume_items(self, items: list[Any], result: Any) -> Any:
+        """Make values of items in NVFlare's form."""
+        if not isinstance(items, list):
+            raise TypeError(f"items must be a list, not a {type(items).__name__}")
+        result = {} if result is None else result
+        for item in items:
+            for name, dtype, shape, data in unpack_item(self.family, item, self._peer):
+                value, memory = self.family.new(dtype, shape)
+                memory[:] = data
+                self._deliver(name, value, result)
+        return result
+
+    def open_sink(self, manifest: Manifest) -> MemorySink:
+        """Assemble these values."""
+        self.result = {}
+        self._order = [item.name for item in manifest.items]
+        self._sink = MemorySink(manifest, self.family, lambda name, value: self._deliver(name, value, self.result))
+        return self._sink
+
+    def finish(self) -> None:
+        """Put the result into the order of the sender."""
+        if self._sink is not None:
+            self._sink.finish()
+        if self._received_cb is None and self._order:
+            self.result = {name: self.result[name] for name in self._order}
+        if self.result is None:
+            self.result = {}
+
+    def _deliver(self, name: str, value: Any, result: dict[str, Any]) -> None:
+        with self._lock:
+            if name in self._seen:
+                raise ProtocolError(f"{self._peer} sent {name!r} twice")
+            self._seen.add(name)
+            if self._received_cb is None:
+                result[name] = value
+                return
+            made = self._received_cb({name: value}, **self._cb_kwargs)
+            if isinstance(made, dict):
+                result.update(made)
+
+
+class Sink(Protocol):
+    """Takes the bytes of all tensors."""
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Take bytes of the run of all bytes."""
+
+
+class MemorySink:
+    """Assembles ordinary tensors: each is made when its first bytes come, and nothing is joined.
+
+    Args:
+        manifest: What will come.
+        family: What kind of values to make.
+        deliver: Called with each value as soon as it is complete, from several threads at once.
+    """
+
+    def __init__(self, manifest: Manifest, family: Family, deliver: Callable[[str, Any], None]) -> None:
+        self._manifest = manifest
+        self._family = family
+        self._deliver = deliver
+        self._owners = [item for item in manifest.owners() if item.nbytes]
+        self._starts = [item.offset for item in self._owners]
+        self._lock = threading.Lock()
+        self._made: dict[int, _Made] = {}
+        self._aliases: dict[int, list[Item]] = {}
+        for item in manifest.items:
+            if item.alias:
+                self._aliases.setdefault(item.offset, []).append(item)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Copy bytes into the tensors they belong to."""
+        index = bisect_right(self._starts, offset) - 1
+        while data:
+            item = self._owners[index]
+            inside = offset - item.offset
+            part = data[: item.nbytes - inside]
+            self._fill(item, inside, part)
+            data, offset, index = data[len(part) :], offset + len(part), index + 1
+
+    def _fill(self, item: Item, inside: int, part: memoryview) -> None:
+        with self._lock:
+            made = self._made.get(item.offset)
+            if made is None:
+                self._made[item.offset] = made = _Made(*self._family.new(item.dtype, item.shape), item.nbytes)
+        made.memory[inside : inside + len(part)] = part
+        with self._lock:
+            made.missing -= len(part)
+            if made.missing:
+                return
+            del self._made[item.offset]
+        for twin in self._aliases.get(item.offset, ()):
+            # Tensors of their own: whoever writes to one does not expect to find it in the other.
+            value, memory = self._family.new(twin.dtype, twin.shape)
+            memory[:] = made.memory
+            self._deliver(twin.name, value)
+        self._deliver(item.name, made.value)
+
+    def finish(self) -> None:
+        """Deliver what has no bytes and therefore never came."""
+        for item in self._manifest.owners():
+            if not item.nbytes:
+                self._deliver(item.name, self._family.new(item.dtype, item.shape)[0])
+
+
+class _Made:
+    __slots__ = ("memory", "missing", "value")
+
+    def __init__(self, value: Any, memory: memoryview, nbytes: int) -> None:
+        self.value = value
+        self.memory = memory
+        self.missing = nbytes
