@@ -24,42 +24,42 @@ if TYPE_CHECKING:
 section_option = click.option(
     "--section",
     metavar="NAME",
-    help="The part of a training checkpoint to take, for example 'model' of {'model': ..., 'optimizer': ...}.",
+    help="Part of a training checkpoint to use, for example 'model' of {'model': ..., 'optimizer': ...}.",
 )
 
 
 def regex(context: click.Context, parameter: click.Parameter, value: str | None) -> re.Pattern[str] | None:
-    """Click callback: return a regular expression compiled."""
+    """Click callback: compile a regular expression."""
     try:
         return None if value is None else re.compile(value)
     except (re.error, OverflowError) as error:
-        raise click.BadParameter(f"{value!r} is no regular expression: {error}") from None
+        raise click.BadParameter(f"Invalid regular expression {value!r}: {error}") from None
     except RecursionError:
-        raise click.BadParameter("The regular expression is nested too deep.") from None
+        raise click.BadParameter("Invalid regular expression: nested too deeply.") from None
 
 
 def size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """Click callback: return a size such as "5GiB" in bytes."""
+    """Click callback: convert a size such as "5GiB" to bytes."""
     try:
         return None if value is None else parse_size(value)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
 
 
-def free_target(path: str, what: str, *, force: bool) -> str:
-    """Return the file that a checkpoint is to be called as a whole, or refuse.
+def resolve_output(path: str, option: str, *, force: bool) -> str:
+    """Return the path of the checkpoint to write, or fail if it exists.
 
     Args:
-        path: A file that is called so, or a directory.
-        what: What the argument is called.
-        force: Whether a checkpoint that is there may be replaced.
+        path: A safetensors file, or a directory, which gets a model.safetensors.
+        option: The name of the argument, for messages.
+        force: Whether to replace an existing checkpoint.
     """
     from nvflare_lazy.formats.shard_names import index_of, parse_shard_name, stem_of
 
     if os.path.isdir(path):
         path = os.path.join(path, "model.safetensors")
     elif not path.endswith(".safetensors"):
-        raise click.UsageError(f"{what} is a directory or ends in .safetensors, which {path!r} does not.")
+        raise click.UsageError(f"{option} must be a directory or end in .safetensors, got {path!r}.")
     if force:
         return path
     directory = os.path.dirname(path)
@@ -67,27 +67,27 @@ def free_target(path: str, what: str, *, force: bool) -> str:
     shards = {name for name in names if (shard := parse_shard_name(name)) and shard.stem == stem_of(path)}
     taken = sorted(shards.union(names) & {os.path.basename(path), os.path.basename(index_of(path)), *shards})
     if taken:
-        raise click.ClickException(f"{printable(os.path.join(directory, taken[0]))} exists; --force replaces it")
+        raise click.ClickException(f"{printable(os.path.join(directory, taken[0]))} exists; set --force to replace it")
     return path
 
 
-def shown(saved: Path, target: str) -> str:
-    """Return the path of a saved checkpoint as it is best told to whoever asked for `target`."""
-    beside = os.path.join(os.path.dirname(target), saved.name)
-    # Through a symbolic link it went elsewhere.
-    return beside if os.path.realpath(beside) == os.path.realpath(saved) else str(saved)
+def display_path(saved: Path, target: str) -> str:
+    """Return the path of a saved checkpoint, relative if the user's `target` was relative."""
+    same_directory = os.path.join(os.path.dirname(target), saved.name)
+    # A symbolic link leads to another directory.
+    return same_directory if os.path.realpath(same_directory) == os.path.realpath(saved) else str(saved)
 
 
 @contextmanager
 def progress(what: str, total_nbytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr for the length of a block; gone afterwards, and never there if stderr is no terminal.
+    """Show a progress bar on stderr while the block runs; nothing if stderr is not a terminal.
 
     Args:
-        what: What is going on, for example "Reading".
-        total_nbytes: How many bytes there are to do.
+        what: The activity, for example "Reading".
+        total_nbytes: The number of bytes to process.
 
     Yields:
-        What is to be told of each number of bytes done; from any thread.
+        A function to call with each number of processed bytes, from any thread.
     """
     if not sys.stderr.isatty():
         yield lambda nbytes: None
@@ -110,7 +110,7 @@ def progress(what: str, total_nbytes: int) -> Iterator[Callable[[int], None]]:
 
 
 def printable(text: str) -> str:
-    """Return `text` with everything a terminal would obey, or cannot show, written as an escape."""
+    """Return `text` with control characters and unprintable characters escaped."""
     if text.isprintable():
         return text
     return "".join(
@@ -119,27 +119,27 @@ def printable(text: str) -> str:
 
 
 def error_line(error: Exception) -> str:
-    """Return what an error has to say in one line."""
+    """Return the message of an error in one line."""
     text = " ".join(str(error).splitlines())
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return printable(text) or type(error).__name__
 
 
-def count(number: int, thing: str) -> str:
+def count(number: int, singular: str, plural: str | None = None) -> str:
     """Return for example "1 tensor" or "1,234 tensors"."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+    return f"{number:,} {singular if number == 1 else plural or f'{singular}s'}"
 
 
 def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> Iterator[str]:
     """Yield the lines of a table.
 
-    A plain one, with two spaces between its columns and as wide as it has to be: it starts at once, however many rows
-    there are, and can be searched, cut and copied.
+    Columns are as wide as needed and separated by two spaces: the output starts at once, however many rows there are,
+    and can be searched, cut and copied.
 
     Args:
         rows: The cells.
-        right: Numbers of the columns that are set against their right edge.
+        right: Indexes of the right-aligned columns.
     """
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nvflare-lazy aggregate`: one model of many, by any rule, within a memory budget.
+"""`nvflare-lazy aggregate`: aggregate checkpoints by any rule, within a memory budget.
 
-The engine of the server on the command line, for checkpoints that are at hand: to try a rule, or to repeat a round.
+Runs the engine of the server on the command line, to try a rule or to repeat a round.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nvflare_lazy._text import format_size
-from nvflare_lazy.cli._common import count, error_line, free_target, printable, progress, regex, shown, size
+from nvflare_lazy.cli._common import count, display_path, error_line, printable, progress, regex, resolve_output, size
 
 if TYPE_CHECKING:
     import re
@@ -25,36 +25,36 @@ if TYPE_CHECKING:
     from nvflare_lazy.aggregation import AggregationReport, Progress
 
 
-def _parameters(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
-    """Click callback: return NAME=VALUE pairs as a dictionary."""
-    parameters = {}
+def _rule_args(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
+    """Click callback: convert NAME=VALUE pairs to a dictionary."""
+    arguments = {}
     for text in values:
         name, equals, value = text.partition("=")
         if not equals:
-            raise click.BadParameter(f"{text!r} is not of the form NAME=VALUE.")
+            raise click.BadParameter(f"Invalid argument {text!r}: expected NAME=VALUE.")
         try:
-            parameters[name] = json.loads(value)
+            arguments[name] = json.loads(value)
         except ValueError:
-            raise click.BadParameter(f"{value!r} is no number.") from None
-    return parameters
+            raise click.BadParameter(f"Invalid value {value!r}: expected a number.") from None
+    return arguments
 
 
 def _weights(context: click.Context, parameter: click.Parameter, value: str | None) -> list[float] | None:
-    """Click callback: return a comma-separated list of numbers."""
+    """Click callback: convert a comma-separated list of numbers."""
     try:
         return None if value is None else [float(number) for number in value.split(",")]
     except ValueError:
-        raise click.BadParameter(f"{value!r} is no list of numbers such as 300,120,50.") from None
+        raise click.BadParameter(f"Invalid weights {value!r}: expected numbers such as 300,120,50.") from None
 
 
 @click.command()
-@click.argument("sources", metavar="IN...", nargs=-1, required=True, type=click.Path())
+@click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=click.Path())
 @click.option(
     "--out",
     required=True,
     metavar="FILE_OR_DIR",
     type=click.Path(),
-    help="Where the result goes: NAME.safetensors, or a directory.",
+    help="Output: NAME.safetensors, or a directory.",
 )
 @click.option(
     "--rule",
@@ -64,52 +64,57 @@ def _weights(context: click.Context, parameter: click.Parameter, value: str | No
     help="mean, median, trimmed_mean, krum, multi_krum, bulyan, geometric_median or clipped_mean.",
 )
 @click.option(
-    "--set",
-    "parameters",
+    "--rule-arg",
+    "rule_args",
     multiple=True,
-    callback=_parameters,
+    callback=_rule_args,
     metavar="NAME=VALUE",
-    help="A parameter of the rule, for example byzantine=2; may be given again.",
+    help="Argument of the rule, for example byzantine=2. Can be repeated.",
 )
-@click.option("--weights", callback=_weights, metavar="W,W,...", help="How much each IN counts, in their order.")
-@click.option("--diff", is_flag=True, help="The IN are differences from a model, and so is the result.")
-@click.option("--reference", metavar="MODEL", type=click.Path(), help="The model that the IN were trained from.")
-@click.option("--memory", default="256MiB", show_default=True, callback=size, metavar="SIZE", help="Memory to use.")
+@click.option("--weights", callback=_weights, metavar="W,W,...", help="Comma-separated weights, one per INPUT.")
 @click.option(
-    "--threads", type=click.IntRange(min=1), metavar="N", help="Threads to use; one for each core by default."
+    "--params-type",
+    type=click.Choice(["full", "diff"], case_sensitive=False),
+    default="full",
+    show_default=True,
+    help="Whether the INPUTS, and the result, are full models or differences from one.",
 )
-@click.option("--exclude", callback=regex, metavar="REGEX", help="Leave out tensors in whose name this is found.")
-@click.option("--leave-out", is_flag=True, help="Go on without an IN that does not fit to the others, or holds NaN.")
-@click.option("--max-shard-size", metavar="SIZE", callback=size, help="Split a larger result, for example than 5GiB.")
-@click.option("--force", is_flag=True, help="Replace the result if it exists.")
+@click.option("--reference", metavar="MODEL", type=click.Path(), help="The model that the INPUTS were trained from.")
+@click.option(
+    "--memory-budget", default="256MiB", show_default=True, callback=size, metavar="SIZE", help="Memory to use."
+)
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Threads to use. Default: one per core.")
+@click.option("--exclude", callback=regex, metavar="REGEX", help="Exclude tensors whose names match REGEX.")
+@click.option("--skip-invalid", is_flag=True, help="Skip INPUTS that do not match the others or contain NaN.")
+@click.option("--max-shard-size", metavar="SIZE", callback=size, help="Split larger results, for example 5GiB.")
+@click.option("--force", is_flag=True, help="Replace the output if it exists.")
 def aggregate(
-    sources: tuple[str, ...],
+    inputs: tuple[str, ...],
     out: str,
     rule: str,
-    parameters: dict[str, Any],
+    rule_args: dict[str, Any],
     weights: list[float] | None,
-    diff: bool,
+    params_type: str,
     reference: str | None,
-    memory: int,
+    memory_budget: int,
     threads: int | None,
     exclude: re.Pattern[str] | None,
-    leave_out: bool,
+    skip_invalid: bool,
     max_shard_size: int | None,
     force: bool,
 ) -> None:
-    """Make one model of many.
+    """Aggregate several checkpoints into one.
 
-    Each IN is a checkpoint of any kind: a safetensors file, the index or the directory of a sharded one, or a PyTorch
-    checkpoint. They count in the order of their names, whatever the order here, so the same IN give the same bytes.
+    Each INPUT is a safetensors file, the index or directory of a sharded checkpoint, or a PyTorch checkpoint. Inputs
+    are processed in name order, so the result does not depend on the argument order.
 
-    An IN that cannot be read to its end is left out whole; the exit code is 1 then. The result appears when all of it
-    is on the disk, or not at all.
+    An INPUT that cannot be read completely is skipped, and the exit code is 1. The output is written atomically.
     """
-    if len(set(sources)) < len(sources):
-        raise click.UsageError("The same IN is given twice; to let it count more, use --weights.")
-    if weights is not None and len(weights) != len(sources):
-        raise click.UsageError(f"--weights has {len(weights)} numbers, but there are {len(sources)} IN.")
-    target = free_target(out, "--out", force=force)
+    if len(set(inputs)) < len(inputs):
+        raise click.UsageError("The same INPUT is given twice; set --weights to give it more weight.")
+    if weights is not None and len(weights) != len(inputs):
+        raise click.UsageError(f"--weights has {len(weights)} numbers for {len(inputs)} INPUTS.")
+    target = resolve_output(out, "--out", force=force)
 
     import nvflare_lazy
     from nvflare_lazy.aggregation import Aggregation
@@ -117,40 +122,40 @@ def aggregate(
 
     try:
         aggregation = Aggregation(
-            {"name": rule, **parameters},
-            "DIFF" if diff else "FULL",
-            memory_budget=memory,
+            {"name": rule, **rule_args},
+            "DIFF" if params_type == "diff" else "FULL",
+            memory_budget=memory_budget,
             threads=threads,
             exclude=None if exclude is None else exclude.pattern,
-            on_mismatch="leave_out" if leave_out else "error",
-            on_non_finite="leave_out" if leave_out else "keep",
+            on_mismatch="leave_out" if skip_invalid else "error",
+            on_non_finite="leave_out" if skip_invalid else "keep",
             max_shard_size=max_shard_size,
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    # Who was left out is said at the end, and not as a warning on the way.
+    # Skipped inputs are printed at the end instead of logged as warnings.
     logging.getLogger("nvflare_lazy.aggregation").addHandler(logging.NullHandler())
-    contributions = {source: nvflare_lazy.open(source) for source in sources}
+    contributions = {source: nvflare_lazy.open(source) for source in inputs}
     with ExitStack() as bars:
         result = aggregation.run(
             contributions,
             target,
-            weights=None if weights is None else dict(zip(sources, weights, strict=True)),
+            weights=None if weights is None else dict(zip(inputs, weights, strict=True)),
             reference=None if reference is None else nvflare_lazy.open(reference),
-            progress=_show(bars),
+            progress=_progress_bars(bars),
         )
     report = result.report
     real = os.path.realpath(target)
     saved = Path(real if os.path.exists(real) else index_of(real))
     click.echo(
-        f"{printable(shown(saved, target))}: {rule} of {len(report.contributors)}, {count(report.tensors, 'tensor')}, "
-        f"{format_size(report.nbytes)}"
+        f"{printable(display_path(saved, target))}: {rule} of {len(report.contributors)}, "
+        f"{count(report.tensors, 'tensor')}, {format_size(report.nbytes)}"
     )
-    _say_who_was_left_out(report)
+    _print_skipped(report)
 
 
-def _show(bars: ExitStack) -> Callable[[Progress], None]:
-    """Return what shows progress, with a bar for each pass over the contributions."""
+def _progress_bars(bars: ExitStack) -> Callable[[Progress], None]:
+    """Return a callback that shows one progress bar for each pass over the inputs."""
     stage, seen = "", 0
     advance: Callable[[int], None]
 
@@ -166,11 +171,11 @@ def _show(bars: ExitStack) -> Callable[[Progress], None]:
     return show
 
 
-def _say_who_was_left_out(report: AggregationReport) -> None:
+def _print_skipped(report: AggregationReport) -> None:
     from nvflare_lazy.errors import MismatchError, NonFiniteError, UnsupportedDtypeError, WeightError
 
-    asked_for = (MismatchError, NonFiniteError, UnsupportedDtypeError, WeightError)
+    requested = (MismatchError, NonFiniteError, UnsupportedDtypeError, WeightError)
     for name, error in report.left_out.items():
-        click.echo(f"Left out {printable(name)}: {error_line(error)}", err=True)
-    if not all(isinstance(error, asked_for) for error in report.left_out.values()):
+        click.echo(f"Skipped {printable(name)}: {error_line(error)}", err=True)
+    if not all(isinstance(error, requested) for error in report.left_out.values()):
         raise click.exceptions.Exit(1)

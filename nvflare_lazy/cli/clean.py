@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nvflare-lazy clean`: what jobs keep on disk, and giving back what the dead ones left.
+"""`nvflare-lazy clean`: list scratch directories, and remove those of processes that no longer exist.
 
-The next job does that by itself; this is for looking, and for a machine that no job will run on soon.
+The next job with the same scratch root also removes them; this command is for machines that run no job soon.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from nvflare_lazy.cli._common import columns, count, printable
 
 
 @click.command()
-@click.option("--root", type=click.Path(), help="The scratch root; without it, the one jobs of this user have.")
-@click.option("--remove", is_flag=True, help="Remove what dead owners left. Without it, it is only shown.")
+@click.option("--scratch-dir", type=click.Path(), help="Scratch root. Default: the current user's.")
+@click.option("--remove", is_flag=True, help="Remove scratch of processes that no longer exist. Default: list it.")
 @click.option(
-    "--other-hosts",
+    "--include-other-hosts",
     is_flag=True,
-    help="With --remove, also what belongs to other hosts. Nothing here can tell whether they still run.",
+    help="With --remove, also remove scratch of other hosts, whose processes cannot be checked from here.",
 )
-def clean(root: str | None, remove: bool, other_hosts: bool) -> None:
-    """Show the scratch that jobs have, and remove that of dead ones.
+def clean(scratch_dir: str | None, remove: bool, include_other_hosts: bool) -> None:
+    """List scratch directories, and remove those of processes that no longer exist.
 
-    Scratch belongs to the process that leased it. What a living one has is never touched.
+    The scratch of a running process is never removed.
     """
     from nvflare_lazy.scratch import list_scratch, reclaim
 
-    if other_hosts and not remove:
-        raise click.UsageError("--other-hosts says what to remove: it needs --remove")
+    if include_other_hosts and not remove:
+        raise click.UsageError("--include-other-hosts requires --remove.")
     if remove:
-        reclaimed = reclaim(root, other_hosts=other_hosts)
+        reclaimed = reclaim(scratch_dir, other_hosts=include_other_hosts)
         for gone in reclaimed:
-            click.echo(f"removed {gone.path}: {format_size(gone.nbytes)}, job {printable(gone.job)!r}, {gone.reason}")
+            click.echo(f"Removed {gone.path}: {format_size(gone.nbytes)}, job {printable(gone.job)!r}, {gone.reason}")
         total = sum(gone.nbytes for gone in reclaimed)
-        click.echo(f"{count(len(reclaimed), 'lease')} of dead owners removed, {format_size(total)}")
-    leases = list_scratch(root)
+        click.echo(f"Removed {count(len(reclaimed), 'directory', 'directories')}, {format_size(total)}.")
+    leases = list_scratch(scratch_dir)
     if not leases:
-        click.echo("No job has scratch here.")
+        click.echo("No scratch directories found.")
         return
-    names = {True: "alive", False: "dead", None: "unknown"}
-    rows = [["OWNER", "SIZE", "AGE", "JOB", "WHO", "WHERE"]]
+    statuses = {True: "running", False: "gone", None: "unknown"}
+    rows = [["STATUS", "SIZE", "AGE", "JOB", "OWNER", "PATH"]]
     rows += [
         [
-            names[lease.alive],
+            statuses[lease.alive],
             format_size(lease.nbytes),
             _age(lease.age),
             printable(lease.job),
@@ -54,10 +54,10 @@ def clean(root: str | None, remove: bool, other_hosts: bool) -> None:
     ]
     for line in columns(rows, right={1, 2}):
         click.echo(line)
-    dead = [lease for lease in leases if lease.alive is False]
-    if dead and not remove:
-        total = sum(lease.nbytes for lease in dead)
-        click.echo(f"{format_size(total)} of dead owners; give it back with: nvflare-lazy clean --remove")
+    left = [lease for lease in leases if lease.alive is False]
+    if left and not remove:
+        size = format_size(sum(lease.nbytes for lease in left))
+        click.echo(f"{size} is left from processes that no longer exist; free it with: nvflare-lazy clean --remove")
 
 
 def _age(seconds: float) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nvflare-lazy doctor`: whether this machine, and a site on it, is ready for a job."""
+"""`nvflare-lazy doctor`: check that a machine, and a site on it, is ready to run jobs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from nvflare_lazy.scratch import JobScratch, list_scratch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-OK, WARNING, PROBLEM = "ok", "WARNING", "PROBLEM"
+OK, WARNING, ERROR = "OK", "WARNING", "ERROR"
 _PACKAGES = ("nvflare-lazy", "nvflare", "torch", "safetensors", "numpy")
-_ENOUGH_FILES = 1024
+_MIN_FILES = 1024
 _SPEED_TEST_BYTES = 256 << 20
 _SLOW_BYTES_PER_SECOND = 150 << 20
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -34,133 +34,135 @@ PREFIX = "nvflare_lazy."
 
 
 @click.command()
-@click.option("--scratch", "scratch_dir", type=click.Path(), help="The scratch root the job will use.")
-@click.option("--site", type=click.Path(), help="Folder of a provisioned server or site, to check what it allows.")
+@click.option("--scratch-dir", type=click.Path(), help="Scratch root. Default: the current user's.")
+@click.option(
+    "--site", type=click.Path(), help="Directory of a provisioned server or site; check which classes it allows."
+)
 @click.pass_context
 def doctor(context: click.Context, scratch_dir: str | None, site: str | None) -> None:
-    """Check a machine before a job runs on it.
+    """Check that this machine is ready to run jobs.
 
-    Versions, NVFlare's handlers, the scratch root (space, speed, whether it is memory), the limits of processes, and
-    with --site the list of classes that jobs may name there.
+    Checks versions, NVFlare's handlers, the scratch root (space, speed, whether it is memory), process limits and, with
+    --site, the classes that jobs may name there.
 
-    The exit code is 1 if anything is a PROBLEM.
+    The exit code is 1 if any line is an ERROR.
     """
-    problems = 0
-    findings = [versions(), handlers(), scratch(scratch_dir), limits()]
-    for finding in chain(*findings, () if site is None else allow_list(Path(site))):
-        problems += finding.level == PROBLEM
-        click.echo(f"{finding.level:8} {printable(finding.what)}")
-    context.exit(1 if problems else 0)
+    errors = 0
+    checks = [check_versions(), check_handlers(), check_scratch(scratch_dir), check_limits()]
+    for check in chain(*checks, () if site is None else check_allow_list(Path(site))):
+        errors += check.level == ERROR
+        click.echo(f"{check.level:8} {printable(check.message)}")
+    context.exit(1 if errors else 0)
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at.
+class Check:
+    """The result of one check.
 
     Attributes:
-        level: `OK`, `WARNING` or `PROBLEM`.
-        what: What was found, and if it is not well, what to do.
+        level: `OK`, `WARNING` or `ERROR`.
+        message: The finding, and what to do about a warning or an error.
     """
 
     level: str
-    what: str
+    message: str
 
 
-def versions() -> Iterator[Finding]:
-    """Say what is installed."""
-    yield Finding(OK, f"Python {sys.version.split()[0]} at {sys.executable}")
+def check_versions() -> Iterator[Check]:
+    """Check that the packages are installed."""
+    yield Check(OK, f"Python {sys.version.split()[0]} at {sys.executable}")
     for package in _PACKAGES:
         try:
-            yield Finding(OK, f"{package} {metadata.version(package)}")
+            yield Check(OK, f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
-            yield Finding(PROBLEM, f"{package} is not installed in this environment: pip install {package}")
+            yield Check(ERROR, f"{package} is not installed in this environment: pip install {package}")
 
 
-def handlers() -> Iterator[Finding]:
-    """Say whether this package's handlers can take their places in NVFlare."""
+def check_handlers() -> Iterator[Check]:
+    """Check that this package's handlers can be registered with NVFlare."""
     from nvflare_lazy.transport.registration import register
 
     found = register()
     for handler in found.handlers:
-        yield Finding(OK if handler.ours else PROBLEM, f"handler of {handler}")
+        yield Check(OK if handler.ours else ERROR, f"Handler of {handler}")
 
 
-def scratch(scratch_dir: str | None) -> Iterator[Finding]:
-    """Lease scratch as a job would, and measure it."""
+def check_scratch(scratch_dir: str | None) -> Iterator[Check]:
+    """Check the scratch root: lease a directory as a job does, and measure its speed."""
     try:
-        dead = [lease for lease in list_scratch(scratch_dir) if lease.alive is False]
+        left = [lease for lease in list_scratch(scratch_dir) if lease.alive is False]
         job = JobScratch.open(scratch_dir, job="doctor", warn=False)
     except ScratchError as error:
-        yield Finding(PROBLEM, f"scratch: {error}")
+        yield Check(ERROR, f"Scratch: {error}")
         return
     with job:
         report = job.report
         for warning in report.warnings:
-            yield Finding(WARNING if report.writable else PROBLEM, f"scratch: {warning}")
-        room = job.free()
-        yield Finding(
-            OK if room > _SPEED_TEST_BYTES else PROBLEM,
-            f"scratch root {report.path} on {report.file_system}: {format_size(room)} to use of "
-            f"{format_size(report.total)}; one round takes the model's size times the number of clients, and once more",
+            yield Check(WARNING if report.writable else ERROR, f"Scratch: {warning}")
+        free = job.free()
+        yield Check(
+            OK if free > _SPEED_TEST_BYTES else ERROR,
+            f"Scratch root {report.path} on {report.file_system}: {format_size(free)} free of "
+            f"{format_size(report.total)}; one round needs the size of the model times the number of clients plus one",
         )
-        if room > 2 * _SPEED_TEST_BYTES:
+        if free > 2 * _SPEED_TEST_BYTES:
             yield _speed(job)
-    if dead:
-        left = format_size(sum(lease.nbytes for lease in dead))
-        still = [lease.path for lease in list_scratch(scratch_dir) if lease.alive is False]
-        if still:
-            yield Finding(WARNING, f"dead processes left scratch that cannot be removed, such as {still[0]}: remove it")
+    if left:
+        size = format_size(sum(lease.nbytes for lease in left))
+        remaining = [lease.path for lease in list_scratch(scratch_dir) if lease.alive is False]
+        if remaining:
+            yield Check(WARNING, f"Scratch of processes that no longer exist cannot be removed: remove {remaining[0]}")
         else:
-            yield Finding(OK, f"dead processes had left {left} of scratch: it is removed now, as a job would have done")
+            yield Check(OK, f"Removed {size} of scratch of processes that no longer exist, as a job does")
 
 
-def limits() -> Iterator[Finding]:
-    """Look at what the system lets a process have."""
+def check_limits() -> Iterator[Check]:
+    """Check the limits of the process and the container."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= files < _ENOUGH_FILES:
-        yield Finding(WARNING, f"only {files} open files are allowed: raise it with ulimit -n {_ENOUGH_FILES}")
+    if 0 <= files < _MIN_FILES:
+        yield Check(WARNING, f"Only {files} open files are allowed; raise the limit with ulimit -n {_MIN_FILES}")
     else:
-        yield Finding(OK, f"{files} open files are allowed")
+        yield Check(OK, f"{files} open files are allowed")
     size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if size != resource.RLIM_INFINITY:
-        yield Finding(WARNING, f"files may have {format_size(size)} at most: a model that is larger cannot be saved")
+        yield Check(WARNING, f"Files are limited to {format_size(size)}: a larger model cannot be saved")
     for path in _CGROUP_LIMITS:
         try:
             limit = path.read_text().strip()
         except OSError:
             continue
         if limit.isdigit() and int(limit) < 1 << 60:
-            yield Finding(OK, f"this container may use {format_size(int(limit))} of memory, page cache included")
+            yield Check(OK, f"The container is limited to {format_size(int(limit))} of memory, including page cache")
 
 
-def allow_list(site: Path) -> Iterator[Finding]:
-    """Look at which component classes a site lets jobs name that bring no code of their own."""
+def check_allow_list(site: Path) -> Iterator[Check]:
+    """Check which component classes a site allows in jobs without custom code."""
     local = site / "local" if (site / "local").is_dir() else site
     path = next(
         (local / name for name in ("resources.json", "resources.json.default") if (local / name).exists()), None
     )
     if path is None:
-        yield Finding(PROBLEM, f"{site} has no local/resources.json: is it the folder of a site?")
+        yield Check(ERROR, f"{site} has no local/resources.json: is it the directory of a site?")
         return
     try:
         resources = json.loads(path.read_text())
     except ValueError as error:
-        yield Finding(PROBLEM, f"{path} is not JSON: {error}")
+        yield Check(ERROR, f"{path} is not JSON: {error}")
         return
     allowed = resources.get("class_allow_list")
     if allowed is not None and any(entry == "*" or PREFIX.startswith(entry) for entry in allowed):
-        yield Finding(OK, f"{path} allows {PREFIX}*")
+        yield Check(OK, f"{path} allows {PREFIX}*")
     elif resources.get("class_list_enforcement_mode") == "warn":
-        yield Finding(WARNING, f'{path} does not allow {PREFIX}*, and only warns: add "{PREFIX}" to class_allow_list')
+        yield Check(WARNING, f'{path} does not allow {PREFIX}*, but only warns; add "{PREFIX}" to class_allow_list')
     else:
-        yield Finding(
-            PROBLEM,
-            f'{path} does not allow {PREFIX}*: add "{PREFIX}" to class_allow_list, or only jobs with code of their '
-            "own (BYOC) can use it",
+        yield Check(
+            ERROR,
+            f'{path} does not allow {PREFIX}*; add "{PREFIX}" to class_allow_list, or only jobs with custom code '
+            "(BYOC) can use it",
         )
 
 
-def _speed(job: JobScratch) -> Finding:
+def _speed(job: JobScratch) -> Check:
     block = bytearray(8 << 20)
     file = job.download("speed").new_file()
     started = time.monotonic()
@@ -170,7 +172,7 @@ def _speed(job: JobScratch) -> Finding:
         os.fsync(fd)
     speed = _SPEED_TEST_BYTES / (time.monotonic() - started)
     if speed < _SLOW_BYTES_PER_SECOND:
-        return Finding(
-            WARNING, f"scratch takes {format_size(int(speed))}/s: rounds will wait for it; use a faster disk"
+        return Check(
+            WARNING, f"Scratch disk writes {format_size(int(speed))}/s; rounds will be disk-bound. Use a faster disk."
         )
-    return Finding(OK, f"scratch takes {format_size(int(speed))}/s")
+    return Check(OK, f"Scratch disk writes {format_size(int(speed))}/s")

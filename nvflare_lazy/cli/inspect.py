@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nvflare-lazy inspect`: what is in a checkpoint.
+"""`nvflare-lazy inspect`: list the contents of a checkpoint.
 
 Reads headers and pickles, never tensor data, so it takes as long for a hundred gigabytes as for one.
 """
@@ -45,13 +45,13 @@ class Row(NamedTuple):
 @click.command()
 @click.argument("file", type=click.Path())
 @section_option
-@click.option("--match", metavar="REGEX", callback=regex, help="Only tensors in whose names this is found.")
+@click.option("--match", metavar="REGEX", callback=regex, help="Show only tensors whose names match REGEX.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
 def inspect(file: str, section: str | None, match: re.Pattern[str] | None, as_json: bool) -> None:
     """List the tensors of a checkpoint.
 
-    FILE is of any kind: a safetensors file, the index or the directory of a sharded one, or a PyTorch checkpoint.
-    Names, types and shapes are read from it, the tensors themselves are not.
+    FILE is a safetensors file, the index or directory of a sharded checkpoint, or a PyTorch checkpoint. Tensor data is
+    not read.
     """
     import nvflare_lazy
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program around the subcommands: which there are, and how each of them may end.
+"""The program around the subcommands: the list of commands, exit codes and signals.
 
-A subcommand says what it found and raises what went wrong; here that becomes an exit code and at most one line on
-stderr, and a signal becomes what the shell expects of a process that was stopped by it.
+A subcommand prints its findings and raises its errors. An error becomes an exit code and one line on stderr, and a
+signal ends the process as a shell expects.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ COMMANDS = {
 }
 
 
-class LazyGroup(click.Group):
-    """A group that imports the module of a subcommand when the subcommand is asked for."""
+class LazyCommandGroup(click.Group):
+    """Imports the module of a subcommand when the subcommand is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for name, home in COMMANDS.items() if find_spec(home.partition(":")[0])]
@@ -53,27 +53,27 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command, or name the one that was probably meant."""
+        """Find the command, or suggest the closest one."""
         known = self.list_commands(ctx)
         if args[0] not in known and not args[0].startswith("-"):
             close = get_close_matches(args[0], known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}."
+            hint = f"Did you mean {close[0]!r}?" if close else f"Available: {', '.join(known)}."
             ctx.fail(f"No such command {args[0]!r}. {hint}")
         return super().resolve_command(ctx, args)
 
 
 @click.group(
-    cls=LazyGroup,
+    cls=LazyCommandGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 all is well, 1 a check failed or something went wrong, 2 the command was misused.",
+    epilog="Exit codes: 0 success, 1 failed check or error, 2 usage error.",
 )
 @click.version_option(nvflare_lazy.__version__, prog_name="nvflare-lazy", message="%(prog)s %(version)s")
 def program() -> None:
-    """For checkpoints larger than memory, and for the machines whose jobs exchange them."""
+    """Inspect, convert, verify and aggregate checkpoints larger than memory, and check machines for NVFlare jobs."""
 
 
 class SignalReceived(BaseException):
-    """A signal asked the process to end. Raised where it runs, so that it cleans up behind itself on its way out."""
+    """A signal asked the process to end. Raised in the main thread, so that `with` and `finally` clean up."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -81,10 +81,10 @@ class SignalReceived(BaseException):
 
 
 def main() -> NoReturn:
-    """Run the process's command line, and end the process with the exit code of it."""
+    """Run the command line of the process, and exit with its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            # A name that the terminal's encoding lacks is no reason to fail.
+            # Names may have characters that the encoding of the terminal lacks.
             stream.reconfigure(errors="backslashreplace")
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
@@ -93,8 +93,8 @@ def main() -> NoReturn:
         code = _flush_after(run(sys.argv[1:]))
     except BrokenPipeError:
         _die_of(signal.SIGPIPE)
-    except SignalReceived as stopped:
-        _die_of(stopped.signum)
+    except SignalReceived as received:
+        _die_of(received.signum)
     sys.exit(code)
 
 
@@ -122,7 +122,7 @@ def _fail(error: Exception) -> int:
 
 
 def _flush_after(code: int) -> int:
-    """Write what is still in memory, and return the exit code; what failed before was told then."""
+    """Flush stdout and return the exit code; earlier failures were already reported."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -138,7 +138,7 @@ def _stop(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _die_of(signum: int) -> NoReturn:
-    """End as if the signal had never been caught: a shell that runs a loop or a pipe has to know."""
+    """End the process by the signal, so that the calling shell ends its loop or pipe."""
     _drop_output()
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)
@@ -146,5 +146,5 @@ def _die_of(signum: int) -> NoReturn:
 
 
 def _drop_output() -> None:
-    """Let what could not be written to a broken pipe or a full disk go nowhere, and not raise once more at exit."""
+    """Discard unwritten output of a broken pipe or a full disk, so that it does not raise again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nvflare-lazy verify`: whether checkpoints can be read to their last byte.
+"""`nvflare-lazy verify`: check that checkpoints are valid and readable to their last byte.
 
-What a person runs after a copy or a download, and before a round depends on the file. Opening a file has already held
-it to every rule of its format; what is left are the bytes themselves.
+Opening a file already checks every rule of its format; this module reads the data.
 """
 
 from __future__ import annotations
@@ -36,38 +35,37 @@ _TILE_BYTES = 4 << 20
 @click.command()
 @click.argument("files", metavar="FILE...", type=click.Path(), nargs=-1, required=True)
 @section_option
-@click.option("--finite", is_flag=True, help="Also fail on NaN and infinite values.")
+@click.option("--check-finite", is_flag=True, help="Also fail on NaN and infinite values.")
 @click.pass_context
-def verify(context: click.Context, files: tuple[str, ...], section: str | None, finite: bool) -> None:
+def verify(context: click.Context, files: tuple[str, ...], section: str | None, check_finite: bool) -> None:
     """Check checkpoints and read all of their data.
 
-    FILE is of any kind: a safetensors file, the index or the directory of a sharded one, or a PyTorch checkpoint.
-    Everything its format says must be so, every byte must be there to read, and the checksums, where the format has
-    them, must be right. Nothing in a file is run.
+    FILE is a safetensors file, the index or directory of a sharded checkpoint, or a PyTorch checkpoint. Validates the
+    format, reads every byte, and verifies checksums where the format has them. No code in a file is executed.
 
-    The exit code is 0 if all files are good, and 1 if any is not.
+    The exit code is 0 if all files are valid, and 1 if any is not.
     """
-    bad = 0
+    failed = 0
     for file in files:
-        report = check(file, section=section, finite=finite)
+        report = check(file, section=section, finite=check_finite)
         if report.problems:
-            bad += 1
-            click.echo(f"{printable(file)}: BAD")
+            failed += 1
+            click.echo(f"{printable(file)}: FAILED")
         else:
-            click.echo(f"{printable(file)}: ok, {count(report.tensors, 'tensor')}, {format_size(report.nbytes)}")
+            click.echo(f"{printable(file)}: OK, {count(report.tensors, 'tensor')}, {format_size(report.nbytes)}")
         for problem in report.problems:
             click.echo(f"  {problem}")
-    context.exit(1 if bad else 0)
+    context.exit(1 if failed else 0)
 
 
 @dataclass
 class Report:
-    """What there is to say of one file.
+    """The result of checking one file.
 
     Attributes:
-        tensors: How many tensors it has.
-        nbytes: How many bytes they have.
-        problems: What is wrong, a line for each; none if all is well.
+        tensors: The number of tensors.
+        nbytes: Their size in bytes.
+        problems: One line for each problem.
     """
 
     tensors: int = 0
@@ -77,7 +75,7 @@ class Report:
 
 @dataclass(frozen=True)
 class _Step:
-    """Something to read: `run` is told where to count the bytes, and returns what is wrong with them."""
+    """One unit of work: `run` takes a progress callback and returns the problem it found, if any."""
 
     what: str
     nbytes: int

@@ -160,7 +160,11 @@ def _reclaim_one(root_fd: int, place: Path, name: str, *, other_hosts: bool) -> 
         if found is None or found.alive:
             return None
         if found.alive is None and not other_hosts:
-            logger.info("%s stays, for %s; if it is not needed: nvflare-lazy clean --other-hosts", name, found.reason)
+            logger.info(
+                "%s stays, for %s; if it is not needed: nvflare-lazy clean --remove --include-other-hosts",
+                name,
+                found.reason,
+            )
             return None
         nbytes = tree_size(name, dir_fd=root_fd)
         remove_tree(name, dir_fd=root_fd)

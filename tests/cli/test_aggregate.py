@@ -57,9 +57,9 @@ def test_rules_and_their_parameters(cli, models):
     """By name; a parameter is a number."""
     assert cli("aggregate", *models, "--rule", "median", "--out", "x.safetensors").code == 0
     assert load_file("x.safetensors")["w"].unique().tolist() == [2]
-    assert cli("aggregate", *models, "--rule", "krum", "--set", "byzantine=0", "--out", "y.safetensors").code == 0
-    arguments = ("--rule", "clipped_mean", "--set", "clip_norm=1e9", "--diff", "--out", "z.safetensors")
-    assert cli("aggregate", *models, *arguments).code == 0
+    assert cli("aggregate", *models, "--rule", "krum", "--rule-arg", "byzantine=0", "--out", "y.safetensors").code == 0
+    clipped = ("--rule", "clipped_mean", "--rule-arg", "clip_norm=1e9", "--params-type", "diff")
+    assert cli("aggregate", *models, *clipped, "--out", "z.safetensors").code == 0
     assert load_file("z.safetensors")["w"].unique().tolist() == [4]
 
 
@@ -82,7 +82,7 @@ def test_existing_result(cli, models):
     """Is replaced only if asked to."""
     cli("aggregate", *models, "--out", "a.safetensors", "--force")
     code, _, err = cli("aggregate", *models, "--out", "a.safetensors")
-    assert (code, err) == (1, "Error: a.safetensors exists; --force replaces it\n")
+    assert (code, err) == (1, "Error: a.safetensors exists; set --force to replace it\n")
 
 
 def test_existing_sharded_result(cli, models):
@@ -90,14 +90,14 @@ def test_existing_sharded_result(cli, models):
     code, out, _ = cli("aggregate", *models, "--out", "r.safetensors", "--max-shard-size", "1B")
     assert (code, out) == (0, "r.safetensors.index.json: mean of 3, 2 tensors, 88 B\n")
     code, _, err = cli("aggregate", *models, "--out", "r.safetensors")
-    assert (code, err) == (1, "Error: r-00001-of-00002.g2.safetensors exists; --force replaces it\n")
+    assert (code, err) == (1, "Error: r-00001-of-00002.g2.safetensors exists; set --force to replace it\n")
     assert cli("aggregate", *models, "--out", "r.safetensors", "--force").code == 0
 
 
 def test_where_the_result_goes(cli, models):
     """A file is called NAME.safetensors, so that a directory which is not there is no file."""
     code, _, err = cli("aggregate", *models, "--out", "new-directory")
-    assert (code, "ends in .safetensors" in err) == (2, True)
+    assert (code, "end in .safetensors" in err) == (2, True)
 
 
 def test_who_does_not_fit(cli, models, tmp_path):
@@ -106,9 +106,9 @@ def test_who_does_not_fit(cli, models, tmp_path):
     code, _, err = cli("aggregate", *models, "d.safetensors", "--out", "x.safetensors")
     assert code == 1
     assert err.startswith("Error: 'w' of 'd.safetensors' has shape [3], and should have [4, 5]")
-    code, out, err = cli("aggregate", *models, "d.safetensors", "--out", "x.safetensors", "--leave-out")
+    code, out, err = cli("aggregate", *models, "d.safetensors", "--out", "x.safetensors", "--skip-invalid")
     assert (code, out) == (0, "x.safetensors: mean of 3, 2 tensors, 88 B\n")
-    assert err.startswith("Left out d.safetensors: 'w' of 'd.safetensors' has shape [3]")
+    assert err.startswith("Skipped d.safetensors: 'w' of 'd.safetensors' has shape [3]")
 
 
 def test_who_cannot_be_read(cli, models, tmp_path, monkeypatch):
@@ -126,7 +126,7 @@ def test_who_cannot_be_read(cli, models, tmp_path, monkeypatch):
     monkeypatch.setattr(InputVector, "read", fail)
     code, out, err = cli("aggregate", *models, "--out", "x.safetensors")
     assert (code, out) == (1, "x.safetensors: mean of 2, 2 tensors, 88 B\n")
-    assert err == "Left out b.pt: b.pt: the disk broke\n"
+    assert err == "Skipped b.pt: b.pt: the disk broke\n"
     assert load_file("x.safetensors")["w"].unique().tolist() == [5]
 
 
@@ -134,22 +134,22 @@ def test_who_cannot_be_read(cli, models, tmp_path, monkeypatch):
     ("arguments", "code", "message"),
     [
         ((), 2, "Missing option '--out'"),
-        (("--out", "x.safetensors", "--weights", "1,2"), 2, "--weights has 2 numbers, but there are 3 IN"),
-        (("--out", "x.safetensors", "--weights", "1,2,x"), 2, "is no list of numbers"),
+        (("--out", "x.safetensors", "--weights", "1,2"), 2, "--weights has 2 numbers for 3 INPUTS"),
+        (("--out", "x.safetensors", "--weights", "1,2,x"), 2, "Invalid weights '1,2,x'"),
         (("--out", "x.safetensors", "--weights", "1,2,-1"), 1, "the weight of 'c.safetensors' is -1.0"),
         (("--out", "x.safetensors", "--rule", "best"), 2, "there is no aggregation rule 'best'"),
         (("--out", "x.safetensors", "--rule", "krum"), 1, "at least 5 are needed"),
-        (("--out", "x.safetensors", "--rule", "krum", "--set", "f=1"), 2, "unexpected keyword argument 'f'"),
-        (("--out", "x.safetensors", "--set", "f"), 2, "'f' is not of the form NAME=VALUE"),
-        (("--out", "x.safetensors", "--set", "f=many"), 2, "'many' is no number"),
+        (("--out", "x.safetensors", "--rule", "krum", "--rule-arg", "f=1"), 2, "unexpected keyword argument 'f'"),
+        (("--out", "x.safetensors", "--rule-arg", "f"), 2, "Invalid argument 'f': expected NAME=VALUE"),
+        (("--out", "x.safetensors", "--rule-arg", "f=many"), 2, "Invalid value 'many': expected a number"),
         (
-            ("--out", "x.safetensors", "--rule", "clipped_mean", "--set", "clip_norm=1"),
+            ("--out", "x.safetensors", "--rule", "clipped_mean", "--rule-arg", "clip_norm=1"),
             1,
             "give the global model as reference",
         ),
-        (("--out", "x.safetensors", "--memory", "1KiB"), 1, "a memory budget of 1.0 KiB is too small"),
-        (("--out", "x.safetensors", "--exclude", "("), 2, "is no regular expression"),
-        (("a.safetensors", "--out", "x.safetensors"), 2, "The same IN is given twice"),
+        (("--out", "x.safetensors", "--memory-budget", "1KiB"), 1, "a memory budget of 1.0 KiB is too small"),
+        (("--out", "x.safetensors", "--exclude", "("), 2, "Invalid regular expression"),
+        (("a.safetensors", "--out", "x.safetensors"), 2, "The same INPUT is given twice"),
         (("gone.safetensors", "--out", "x.safetensors"), 1, "gone.safetensors: No such file"),
     ],
 )

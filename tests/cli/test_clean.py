@@ -32,20 +32,20 @@ def row(result, owner: str) -> list[str]:
 
 def test_nothing_there(cli, root):
     """It says so, and makes no scratch root."""
-    result = cli("clean", "--root", root)
-    assert (result.code, result.out) == (0, "No job has scratch here.\n")
+    result = cli("clean", "--scratch-dir", root)
+    assert (result.code, result.out) == (0, "No scratch directories found.\n")
     assert not root.exists()
 
 
 def test_it_shows_and_touches_nothing(cli, root, living, leave_behind):
     """Each with its owner, size, job and path; the dead ones with the command that gives their space back."""
     dead = leave_behind()
-    result = cli("clean", "--root", root)
+    result = cli("clean", "--scratch-dir", root)
     assert result.code == 0
-    alive = row(result, "alive")
+    alive = row(result, "running")
     assert {"running", str(living.path)} <= set(alive)
     assert str(os.getpid()) in result.out
-    assert {"lost", str(dead)} <= set(row(result, "dead"))
+    assert {"lost", str(dead)} <= set(row(result, "gone"))
     assert "nvflare-lazy clean --remove" in result.out.splitlines()[-1]
     assert dead.exists()
 
@@ -53,25 +53,25 @@ def test_it_shows_and_touches_nothing(cli, root, living, leave_behind):
 def test_it_removes_what_dead_ones_left(cli, root, living, leave_behind):
     """What a living process has stays, byte for byte."""
     dead = [leave_behind("0" * 16), leave_behind("1" * 16)]
-    result = cli("clean", "--root", root, "--remove")
+    result = cli("clean", "--scratch-dir", root, "--remove")
     assert result.code == 0
-    assert "2 leases of dead owners removed" in result.out
+    assert "Removed 2 directories" in result.out
     assert not any(path.exists() for path in dead)
     assert [path.stat().st_size for path in living.path.rglob("data")] == [1 << 20]
-    assert row(result, "alive")
+    assert row(result, "running")
 
 
 def test_scratch_of_other_hosts(cli, root, leave_behind):
     """Nobody here can tell whether their owners live: they go only when it is said so."""
     other = leave_behind(hostname="elsewhere", boot_id="another")
-    assert row(cli("clean", "--root", root, "--remove"), "unknown")
+    assert row(cli("clean", "--scratch-dir", root, "--remove"), "unknown")
     assert other.exists()
-    assert cli("clean", "--root", root, "--remove", "--other-hosts").code == 0
+    assert cli("clean", "--scratch-dir", root, "--remove", "--include-other-hosts").code == 0
     assert not other.exists()
 
 
 def test_other_hosts_without_remove(cli, root):
     """Says that it needs to be told to remove."""
-    result = cli("clean", "--root", root, "--other-hosts")
+    result = cli("clean", "--scratch-dir", root, "--include-other-hosts")
     assert result.code == 2
     assert "--remove" in result.err

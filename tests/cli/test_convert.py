@@ -121,7 +121,7 @@ def test_extras_are_left_out_aloud(cli, training):
     """What safetensors cannot hold is named."""
     code, _, err = cli("convert", training, "out.safetensors")
     assert code == 0
-    assert err == "Left out, being no tensors: optimizer, epoch\n"
+    assert err == "Skipped, not tensors: optimizer, epoch\n"
 
 
 def test_into_a_directory(cli, model, tensors):
@@ -144,7 +144,7 @@ def test_does_not_overwrite(cli, model, tensors, there):
     Path(there).write_text("precious")
     code, out, err = cli("convert", model, "out.safetensors")
     assert (code, out) == (1, "")
-    assert f"{there} exists; --force replaces it" in err
+    assert f"{there} exists; set --force to replace it" in err
     assert Path(there).read_text() == "precious"
     assert cli("convert", model, "out.safetensors", "--force").code == 0
     assert same(load_file("out.safetensors"), tensors)
@@ -165,14 +165,14 @@ def test_a_dangling_link_is_there(cli, model):
 @pytest.mark.parametrize(
     ("target", "code", "message"),
     [
-        ("out.bin", 2, "OUT is a directory or ends in .safetensors, which 'out.bin' does not."),
-        ("out.safetensors.index.json", 2, "OUT is a directory or ends in .safetensors"),
+        ("out.bin", 2, "OUTPUT must be a directory or end in .safetensors, got 'out.bin'."),
+        ("out.safetensors.index.json", 2, "OUTPUT must be a directory or end in .safetensors"),
         ("no/out.safetensors", 1, "no: No such file or directory"),
         ("in.safetensors/out.safetensors", 1, "in.safetensors: Not a directory"),
     ],
 )
 def test_wrong_targets(cli, model, target, code, message):
-    """A mistake in OUT is one line, and nothing is written."""
+    """A mistake in OUTPUT is one line, and nothing is written."""
     before = sorted(os.listdir())
     found, _, err = cli("convert", model, target)
     assert found == code

@@ -47,26 +47,26 @@ def one(found: list[str], beginning: str) -> str:
 
 def test_a_machine_that_is_ready(cli, root, site):
     """Versions, handlers, scratch with its speed, limits, what the site allows; exit code 0 and nothing left behind."""
-    result = cli("doctor", "--scratch", root, "--site", site(class_allow_list=["nvflare_lazy."]))
+    result = cli("doctor", "--scratch-dir", root, "--site", site(class_allow_list=["nvflare_lazy."]))
     found = findings(result)
     assert result.code == 0
-    assert "PROBLEM" not in found
+    assert "ERROR" not in found
     for package in ("nvflare", "torch", "safetensors", "numpy"):
-        assert one(found["ok"], f"{package} ") == f"{package} {metadata.version(package)}"
+        assert one(found["OK"], f"{package} ") == f"{package} {metadata.version(package)}"
     for kind in ("torch.Tensor", "numpy.ndarray", "LazyDownloadRef"):
-        (handler,) = [line for line in found["ok"] if line.startswith("handler of") and kind in line.split(" by ")[0]]
+        (handler,) = [line for line in found["OK"] if line.startswith("Handler of") and kind in line.split(" by ")[0]]
         assert " by nvflare_lazy." in handler
-    assert str(root) in one(found["ok"], "scratch root")
-    assert "/s" in one(found["ok"] + found.get("WARNING", []), "scratch takes")
-    assert one(found["ok"], f"{root.parent}/site/local/resources.json allows nvflare_lazy.*")
+    assert str(root) in one(found["OK"], "Scratch root")
+    assert "/s" in one(found["OK"] + found.get("WARNING", []), "Scratch disk writes")
+    assert one(found["OK"], f"{root.parent}/site/local/resources.json allows nvflare_lazy.*")
     assert list(root.glob("job-*")) == []
 
 
 ALLOWS = [
-    ({"class_allow_list": ["nvflare.", "nvflare_lazy."]}, "ok", "allows nvflare_lazy.*"),
-    ({"class_allow_list": ["*"]}, "ok", "allows nvflare_lazy.*"),
-    ({"class_allow_list": ["nvflare."]}, "PROBLEM", 'add "nvflare_lazy." to class_allow_list'),
-    ({}, "PROBLEM", 'add "nvflare_lazy." to class_allow_list'),
+    ({"class_allow_list": ["nvflare.", "nvflare_lazy."]}, "OK", "allows nvflare_lazy.*"),
+    ({"class_allow_list": ["*"]}, "OK", "allows nvflare_lazy.*"),
+    ({"class_allow_list": ["nvflare."]}, "ERROR", 'add "nvflare_lazy." to class_allow_list'),
+    ({}, "ERROR", 'add "nvflare_lazy." to class_allow_list'),
     ({"class_list_enforcement_mode": "warn"}, "WARNING", "only warns"),
 ]
 
@@ -75,54 +75,54 @@ ALLOWS = [
 @pytest.mark.parametrize(("resources", "level", "says"), ALLOWS)
 def test_what_a_site_allows(site, resources, level, says, name):
     """As NVFlare reads it: a list of the site's own, or none, which means NVFlare's classes only."""
-    (finding,) = doctor.allow_list(site(name, **resources))
+    (finding,) = doctor.check_allow_list(site(name, **resources))
     assert finding.level == level
-    assert says in finding.what
+    assert says in finding.message
 
 
 def test_a_site_that_is_none(tmp_path, site):
     """No resources, and resources that cannot be read, are problems with the path in them."""
-    (finding,) = doctor.allow_list(tmp_path)
-    assert (finding.level, str(tmp_path) in finding.what) == (doctor.PROBLEM, True)
+    (finding,) = doctor.check_allow_list(tmp_path)
+    assert (finding.level, str(tmp_path) in finding.message) == (doctor.ERROR, True)
     path = site() / "local" / "resources.json"
     path.write_text("{")
-    (finding,) = doctor.allow_list(path.parents[1])
-    assert (finding.level, "is not JSON" in finding.what) == (doctor.PROBLEM, True)
+    (finding,) = doctor.check_allow_list(path.parents[1])
+    assert (finding.level, "is not JSON" in finding.message) == (doctor.ERROR, True)
 
 
 def test_scratch_that_cannot_be_used(cli, tmp_path):
     """A place that is a file is a problem, and the exit code says so."""
     (tmp_path / "file").write_text("")
-    result = cli("doctor", "--scratch", tmp_path / "file")
+    result = cli("doctor", "--scratch-dir", tmp_path / "file")
     assert result.code == 1
-    assert str(tmp_path / "file") in one(findings(result)["PROBLEM"], "scratch")
+    assert str(tmp_path / "file") in one(findings(result)["ERROR"], "Scratch")
 
 
 def test_scratch_that_is_memory_and_small(cli, small_disk):
     """A tmpfs takes from the memory that is to be saved: a warning; and eight MiB are no room: a problem."""
-    result = cli("doctor", "--scratch", small_disk)
+    result = cli("doctor", "--scratch-dir", small_disk)
     found = findings(result)
     assert result.code == 1
     assert any("tmpfs" in line for line in found["WARNING"])
-    assert "8.0 MiB" in one(found["PROBLEM"], "scratch root")
-    assert not any(line.startswith("scratch takes") for lines in found.values() for line in lines)
+    assert "8.0 MiB" in one(found["ERROR"], "Scratch root")
+    assert not any(line.startswith("Scratch disk writes") for lines in found.values() for line in lines)
 
 
-def test_dead_scratch_is_removed_and_told(root, leave_behind):
+def test_left_scratch_is_removed_and_reported(root, leave_behind):
     """Leasing scratch as a job does takes away what dead processes left, and it says how much that was."""
     directory = leave_behind()
-    (finding,) = [found for found in doctor.scratch(str(root)) if "dead processes" in found.what]
-    assert (finding.level, "had left" in finding.what) == (doctor.OK, True)
+    (finding,) = [found for found in doctor.check_scratch(str(root)) if "no longer exist" in found.message]
+    assert (finding.level, "Removed" in finding.message) == (doctor.OK, True)
     assert not directory.exists()
 
 
-def test_dead_scratch_that_stays(root, leave_behind, monkeypatch):
+def test_left_scratch_that_stays(root, leave_behind, monkeypatch):
     """What cannot be removed is a warning that names it."""
     directory = leave_behind()
     monkeypatch.setattr(doctor.JobScratch, "open", _open_without_reclaiming(directory))
-    (finding,) = [found for found in doctor.scratch(str(root)) if "dead processes" in found.what]
+    (finding,) = [found for found in doctor.check_scratch(str(root)) if "no longer exist" in found.message]
     assert finding.level == doctor.WARNING
-    assert str(directory) in finding.what
+    assert str(directory) in finding.message
 
 
 def _open_without_reclaiming(directory):
@@ -144,18 +144,18 @@ def test_limits_of_processes(monkeypatch):
     """Few open files and a largest file size are warnings; enough of both are not."""
     limits = {resource.RLIMIT_NOFILE: (256, 256), resource.RLIMIT_FSIZE: (1 << 30, 1 << 30)}
     monkeypatch.setattr(doctor.resource, "getrlimit", limits.__getitem__)
-    warned = [found.what for found in doctor.limits() if found.level == doctor.WARNING]
-    assert "only 256 open files" in warned[0]
+    warned = [found.message for found in doctor.check_limits() if found.level == doctor.WARNING]
+    assert "Only 256 open files" in warned[0]
     assert "1.0 GiB" in warned[1]
     limits |= {resource.RLIMIT_NOFILE: (65536, 65536), resource.RLIMIT_FSIZE: (resource.RLIM_INFINITY,) * 2}
-    assert not [found for found in doctor.limits() if found.level != doctor.OK]
+    assert not [found for found in doctor.check_limits() if found.level != doctor.OK]
 
 
 def test_the_limit_of_a_container(monkeypatch, tmp_path):
     """What the container may have is told, page cache included."""
     (tmp_path / "memory.max").write_text(f"{3 << 30}\n")
     monkeypatch.setattr(doctor, "_CGROUP_LIMITS", (tmp_path / "none", tmp_path / "memory.max"))
-    assert any("may use 3.0 GiB of memory" in found.what for found in doctor.limits())
+    assert any("limited to 3.0 GiB of memory" in found.message for found in doctor.check_limits())
 
 
 def test_a_package_that_is_missing(monkeypatch):
@@ -167,14 +167,14 @@ def test_a_package_that_is_missing(monkeypatch):
         return "1"
 
     monkeypatch.setattr(doctor.metadata, "version", version)
-    (problem,) = [found for found in doctor.versions() if found.level == doctor.PROBLEM]
-    assert "pip install safetensors" in problem.what
+    (problem,) = [found for found in doctor.check_versions() if found.level == doctor.ERROR]
+    assert "pip install safetensors" in problem.message
 
 
 def test_a_slow_disk(monkeypatch, root):
     """It is measured, and one that rounds would wait for is a warning."""
     monkeypatch.setattr(doctor, "_SPEED_TEST_BYTES", 8 << 20)
     monkeypatch.setattr(doctor, "_SLOW_BYTES_PER_SECOND", 1 << 60)
-    (finding,) = [found for found in doctor.scratch(str(root)) if found.what.startswith("scratch takes")]
+    (finding,) = [found for found in doctor.check_scratch(str(root)) if found.message.startswith("Scratch disk writes")]
     assert finding.level == doctor.WARNING
     assert list(root.glob("job-*")) == []

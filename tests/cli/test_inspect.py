@@ -104,7 +104,7 @@ def test_wrong_regular_expression(cli, model):
     """A misuse, told before the file is opened."""
     code, out, err = cli("inspect", "--match", "(", model)
     assert (code, out) == (2, "")
-    assert "'(' is no regular expression: missing )" in err
+    assert "Invalid regular expression '(': missing )" in err
 
 
 def test_names_cannot_command_the_terminal(cli, tmp_path):

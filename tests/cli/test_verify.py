@@ -46,10 +46,10 @@ def test_good_files(cli, model, training, tmp_path):
     code, out, err = cli("verify", "in.safetensors", "training.pt", "legacy.pt", "s.safetensors.index.json")
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        "in.safetensors: ok, 4 tensors, 25.1 KiB",
-        "training.pt: ok, 5 tensors, 50.1 KiB",
-        "legacy.pt: ok, 1 tensor, 12 B",
-        "s.safetensors.index.json: ok, 4 tensors, 25.1 KiB",
+        "in.safetensors: OK, 4 tensors, 25.1 KiB",
+        "training.pt: OK, 5 tensors, 50.1 KiB",
+        "legacy.pt: OK, 1 tensor, 12 B",
+        "s.safetensors.index.json: OK, 4 tensors, 25.1 KiB",
     ]
 
 
@@ -71,7 +71,7 @@ def test_bad_safetensors(cli, model, damage, message):
     code, out, err = cli("verify", "in.safetensors")
     assert (code, err) == (1, "")
     first, second = out.splitlines()
-    assert first == "in.safetensors: BAD"
+    assert first == "in.safetensors: FAILED"
     assert message in second
 
 
@@ -80,7 +80,7 @@ def test_one_bad_file_of_several(cli, model, zipped):
     code, out, _ = cli("verify", "nowhere", model, zipped, "nowhere")
     assert code == 1
     lines = [line.rsplit(": ", 1)[-1] for line in out.splitlines() if not line.startswith(" ")]
-    assert lines == ["BAD", "ok, 4 tensors, 25.1 KiB", "ok, 4 tensors, 25.1 KiB", "BAD"]
+    assert lines == ["FAILED", "OK, 4 tensors, 25.1 KiB", "OK, 4 tensors, 25.1 KiB", "FAILED"]
 
 
 def test_flipped_bit_in_a_zip(cli, zipped):
@@ -139,7 +139,7 @@ def test_reads_every_byte_once(cli, tmp_path, rchar):
     torch.save({"a": shared, "b": shared, "c": shared.reshape(2, -1).t(), "d": shared[7:]}, tmp_path / "b.pt")
     for path, options, nbytes in (
         ("a.safetensors", [], 32 << 20),
-        ("a.safetensors", ["--finite"], 32 << 20),
+        ("a.safetensors", ["--check-finite"], 32 << 20),
         ("b.pt", [], 16 << 20),
     ):
         before = rchar()
@@ -164,7 +164,7 @@ def test_finite(cli, tmp_path):
     }
     save_file(tensors, tmp_path / "in.safetensors")
     assert cli("verify", "in.safetensors").code == 0
-    code, out, _ = cli("verify", "--finite", "in.safetensors")
+    code, out, _ = cli("verify", "--check-finite", "in.safetensors")
     assert code == 1
     assert sorted(out.splitlines()[1:]) == [
         "  tensor bad: 1 NaN and 1,001 infinite of 700,000 values, the first at [3, 7]",
@@ -180,7 +180,7 @@ def test_finite_across_tiles(cli, tmp_path, monkeypatch):
     values = torch.zeros(6, 5)
     values[4, 1] = math.nan
     torch.save({"plain": values, "view": values.t(), "pairs": torch.tensor([1, 2j, complex(0, math.inf)])}, "in.pt")
-    code, out, _ = cli("verify", "--finite", "in.pt")
+    code, out, _ = cli("verify", "--check-finite", "in.pt")
     assert code == 1
     assert out.splitlines()[1:] == [
         "  tensor plain: 1 NaN and 0 infinite of 30 values, the first at [4, 1]",
@@ -192,7 +192,7 @@ def test_finite_across_tiles(cli, tmp_path, monkeypatch):
 def test_finite_and_types_without_numbers(cli, tmp_path):
     """Types that torch cannot compute with, or not hold, are read and not looked at."""
     write_sparse(tmp_path / "f", {"f4": ("F4", (4, 8)), "f6": ("F6_E2M3", (4, 4)), "f8": ("F8_E8M0", (3,))})
-    assert cli("verify", "--finite", "f").code == 0
+    assert cli("verify", "--check-finite", "f").code == 0
 
 
 def test_tensor_that_cannot_be_read(cli, tmp_path):
@@ -206,17 +206,17 @@ def test_tensor_that_cannot_be_read(cli, tmp_path):
 
 def test_section(cli, training):
     """Only one part is looked at, if that is what was asked for."""
-    assert "training.pt: ok, 4 tensors" in cli("verify", "--section", "model", "training.pt").out
+    assert "training.pt: OK, 4 tensors" in cli("verify", "--section", "model", "training.pt").out
 
 
 def test_names_cannot_command_the_terminal(cli, tmp_path):
     """Neither a file's name nor a tensor's."""
     save_file({"\x1b[2J": torch.tensor(math.nan)}, tmp_path / "\x1b[31m")
-    code, out, _ = cli("verify", "--finite", "\x1b[31m")
+    code, out, _ = cli("verify", "--check-finite", "\x1b[31m")
     assert code == 1
     assert out.isprintable() is False
     assert "\x1b" not in out
-    assert "\\x1b[31m: BAD" in out
+    assert "\\x1b[31m: FAILED" in out
     assert "tensor \\x1b[2J: 1 NaN" in out
 
 
