@@ -14,7 +14,7 @@ import torch
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import StorageError, TensorGeometryError, UnsupportedDtypeError, UnsupportedTensorError
-from nvflare_lazy.formats.converted_sources import ByteSwappedSource, SignFlippedSource
+from nvflare_lazy.formats.converted_sources import ByteSwappedSource, ConjugatedSource
 from nvflare_lazy.formats.pickled_tensors import StorageRef, TensorRef, UnsupportedTensor
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.byte_source import FailedSource
@@ -101,7 +101,7 @@ class EntryMaker:
         if self._data.swapped and width > 1:
             source = ByteSwappedSource(source, width)
         if any(flipped):
-            source = SignFlippedSource(source, width, flipped)
+            source = ConjugatedSource(source, width, flipped)
         self._sources[key] = source
         return source
 

@@ -107,7 +107,7 @@ def _largest_that_fits(from_dtype: torch.dtype, to_dtype: torch.dtype) -> float 
     return new if new < old else None
 
 
-class _RewrittenSource(ByteSource):
+class _ConvertedSource(ByteSource):
     """Elements of `width` bytes that are changed in place after they were read."""
 
     def __init__(self, base: ByteSource, width: int) -> None:
@@ -126,21 +126,21 @@ class _RewrittenSource(ByteSource):
         after = -(offset + len(buffer)) % self._width
         if not before and not after:
             self._base.read_into(buffer, offset)
-            self._rewrite(np.frombuffer(buffer, dtype=np.uint8))
+            self._convert(np.frombuffer(buffer, dtype=np.uint8))
             return
         # Whole elements around the bytes that were asked for; a storage may end in less than one.
         start = offset - before
         stop = min(offset + len(buffer) + after, self.nbytes)
         block = self._base.read(start, stop - start)
-        self._rewrite(np.frombuffer(block, dtype=np.uint8)[: len(block) // self._width * self._width])
+        self._convert(np.frombuffer(block, dtype=np.uint8)[: len(block) // self._width * self._width])
         buffer[:] = memoryview(block)[before : before + len(buffer)]
 
     @abstractmethod
-    def _rewrite(self, elements: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def _convert(self, elements: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """Change whole elements in place."""
 
 
-class ByteSwappedSource(_RewrittenSource):
+class ByteSwappedSource(_ConvertedSource):
     """The bytes of `base` with each word of `width` bytes turned around.
 
     Args:
@@ -148,11 +148,11 @@ class ByteSwappedSource(_RewrittenSource):
         width: Bytes of a number: half an element for complex ones.
     """
 
-    def _rewrite(self, elements: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def _convert(self, elements: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         elements.view(f"u{self._width}").byteswap(inplace=True)
 
 
-class SignFlippedSource(_RewrittenSource):
+class ConjugatedSource(_ConvertedSource):
     """The elements of `base` with the sign of some of their parts turned.
 
     Args:
@@ -166,6 +166,6 @@ class SignFlippedSource(_RewrittenSource):
         sign = 1 << (8 * width - 1)
         self._signs = np.array([sign if part else 0 for part in flipped], dtype=f"u{width}")
 
-    def _rewrite(self, elements: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def _convert(self, elements: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         parts = elements.view(self._signs.dtype).reshape(-1, len(self._signs))
         np.bitwise_xor(parts, self._signs, out=parts)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators of `LazyArray`: those of the loaded array.
 
-Not NumPy's own mixin, which calls ufuncs: `array ** 2`, `array == "text"` and others give something else than those.
+They do not use NumPy's mixin, which calls ufuncs: `array ** 2` and `array == "text"`, for example, differ from those.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
-from nvflare_lazy.tensors._undispatched_methods import refuse_write
+from nvflare_lazy.tensors._undispatched_methods import raise_immutable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,8 +29,8 @@ def _reflected(function: Callable[[Any, Any], Any]) -> Any:
     return lambda self, other: function(other, self._load())
 
 
-def _refused(sign: str) -> Any:
-    return lambda self, other: refuse_write(sign, "array")
+def _raising(sign: str) -> Any:
+    return lambda self, other: raise_immutable(sign, "array")
 
 
 class ArrayOperators:
@@ -70,8 +70,8 @@ class ArrayOperators:
     __neg__, __pos__ = _unary(operator.neg), _unary(operator.pos)
     __abs__, __invert__ = _unary(abs), _unary(operator.invert)
 
-    __iadd__, __isub__, __imul__ = map(_refused, ("+=", "-=", "*="))
-    __itruediv__, __ifloordiv__, __imod__ = map(_refused, ("/=", "//=", "%="))
-    __ipow__, __imatmul__ = map(_refused, ("**=", "@="))
-    __iand__, __ior__, __ixor__ = map(_refused, ("&=", "|=", "^="))
-    __ilshift__, __irshift__ = map(_refused, ("<<=", ">>="))
+    __iadd__, __isub__, __imul__ = map(_raising, ("+=", "-=", "*="))
+    __itruediv__, __ifloordiv__, __imod__ = map(_raising, ("/=", "//=", "%="))
+    __ipow__, __imatmul__ = map(_raising, ("**=", "@="))
+    __iand__, __ior__, __ixor__ = map(_raising, ("&=", "|=", "^="))
+    __ilshift__, __irshift__ = map(_raising, ("<<=", ">>="))

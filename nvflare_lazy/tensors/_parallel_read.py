@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work on a long run of bytes, shared among the cores.
+"""One long read by several threads.
 
-One core copies from the page cache slower than memory can give. What is read in one go is therefore read by several
-threads, piece by piece; short reads, most by number, never come here.
+One core copies from the page cache more slowly than memory allows. Long reads are therefore split into pieces that
+several threads read; short reads, which are the most frequent, never reach this module.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Below this, waking another thread takes longer than what it could copy meanwhile; each further one takes as much more.
-LEAST_SHARED_BYTES = 3 << 20
-_LEAST_PIECE_BYTES = 1 << 20
+MIN_SHARED_BYTES = 3 << 20
+_MIN_PIECE_BYTES = 1 << 20
 # Nobody can be interrupted within a piece.
-_MOST_PIECE_BYTES = 64 << 20
+_MAX_PIECE_BYTES = 64 << 20
 # The first piece, the caller's, is longer by what is copied before a helper is awake, and a little more: a caller who
 # ends last need not be woken.
 _HEAD_START_BYTES = 600 << 10
 # Pieces begin at pages.
 _PAGE = 4096
 # More do not copy faster: by then memory is the limit.
-_MOST_HELPERS = 3
+_MAX_HELPERS = 3
 # How often, and with what pause between, a caller looks for the end of the last piece before it falls asleep.
 _LOOKS = 12
 _PAUSE = bytes(16 << 10)
@@ -48,8 +48,8 @@ def _pieces(nbytes: int, workers: int) -> tuple[tuple[int, int], ...]:
     begin, more = 0, _HEAD_START_BYTES
     while begin < nbytes:
         rest = nbytes - begin
-        size = max(_LEAST_PIECE_BYTES, min(_MOST_PIECE_BYTES, rest // workers + more)) // _PAGE * _PAGE
-        end = nbytes if rest - size < _LEAST_PIECE_BYTES // 2 else begin + size
+        size = max(_MIN_PIECE_BYTES, min(_MAX_PIECE_BYTES, rest // workers + more)) // _PAGE * _PAGE
+        end = nbytes if rest - size < _MIN_PIECE_BYTES // 2 else begin + size
         pieces.append((begin, end))
         begin, more = end, 0
     return tuple(pieces)
@@ -133,7 +133,7 @@ class _Helpers:
     """Threads that wait for work: none until they are needed, and none inherited by a forked child."""
 
     def __init__(self) -> None:
-        self.most = min(available_cores() - 1, _MOST_HELPERS)
+        self.most = min(available_cores() - 1, _MAX_HELPERS)
         self._count = 0
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
         self._lock = threading.Lock()
@@ -161,17 +161,17 @@ class _Helpers:
             del job
 
 
-def in_shares(work: Callable[[int, int], None], nbytes: int) -> None:
+def parallel_for_ranges(work: Callable[[int, int], None], nbytes: int) -> None:
     """Do `work(begin, end)` for ranges that make up `nbytes`, several at the same time where that is worth it.
 
     Returns when all of it is done. After an error no piece is begun any more, and it is raised once no thread works
     on one.
     """
     helpers = _helpers
-    if nbytes < LEAST_SHARED_BYTES or not helpers.most:
+    if nbytes < MIN_SHARED_BYTES or not helpers.most:
         work(0, nbytes)
         return
-    _Job(work, nbytes, min(helpers.most, nbytes // LEAST_SHARED_BYTES)).run(helpers)
+    _Job(work, nbytes, min(helpers.most, nbytes // MIN_SHARED_BYTES)).run(helpers)
 
 
 _helpers = _Helpers()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several lazy tensors may share: the byte source under them, and its memory once somebody took a pointer to it.
+"""The storage that lazy tensors share: a byte source, and its memory once code has taken a pointer to it.
 
-A lazy tensor is a geometry over one of these, as an ordinary tensor is one over a `torch.UntypedStorage`.
+A lazy tensor is a geometry over such a storage, as an ordinary tensor is one over a `torch.UntypedStorage`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class PinnedSource(ByteSource):
         return "memory"
 
 
-class Place(NamedTuple):
-    """Where the elements of a lazy tensor are: a geometry over a storage.
+class Geometry(NamedTuple):
+    """The elements of a lazy tensor, as a geometry over a storage.
 
     Torch knows all of it but the storage, yet asking a tensor of a class of its own takes torch as long as reading
     some 50 KiB, each time.

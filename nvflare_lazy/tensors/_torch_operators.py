@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `LazyTensor` needs to know of torch's operators: their schemas, and which steps belong to one call.
+"""Torch's operators, as far as `LazyTensor` depends on them: what their schemas declare, and which form one call.
 
-Split off from the tensor itself because it is about torch, and about no tensor in particular.
+Separate from `lazy_tensor` because it is about torch and not about any one tensor.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class OperatorTraits:
     """What the schema of an operator says about its arguments and results.
 
     Attributes:
-        gives_views: Whether a result may share the memory of an argument.
+        returns_views: Whether a result may share the memory of an argument.
         is_composite: Whether it is nothing but other operators. In inference mode these come in one piece, and only
             their parts say whether they give a view (`to`, `reshape`), the tensor itself (`dropout`) or a new one.
-        ignores_elements: Whether the operator looks at the geometry of its first argument alone.
+        reads_geometry_only: Whether the operator looks at the geometry of its first argument alone.
     """
 
     def __init__(self, func: Any) -> None:
@@ -40,7 +40,7 @@ class OperatorTraits:
         name = schema.name.removeprefix("aten::")
         self._func = func
         self._schema = schema
-        self._places = {argument.name: place for place, argument in enumerate(schema.arguments)}
+        self._positions = {argument.name: position for position, argument in enumerate(schema.arguments)}
         self._written = [
             argument.name
             for argument in schema.arguments
@@ -48,36 +48,38 @@ class OperatorTraits:
         ]
         # Torch knows of more writes than its schemas say: batch norm updates its statistics, though in training only.
         info = torch._C._SchemaInfo(schema)
-        self._written_at_times = [n for n in self._places if info.is_mutable(n) and n not in self._written]
+        self._sometimes_written = [n for n in self._positions if info.is_mutable(n) and n not in self._written]
         if not self._written and schema.name.endswith("_") and not schema.name.endswith("__"):
             # Named as one that writes, yet nothing declared: so it is with torch.distributed's.
-            self._written = list(self._places)[:1]
-        self._written_places = [self._places[name] for name in self._written]
-        self.gives_views = any(
+            self._written = list(self._positions)[:1]
+        self._written_positions = [self._positions[name] for name in self._written]
+        self.returns_views = any(
             result.alias_info is not None and not result.alias_info.is_write for result in schema.returns
         ) or name.startswith(_UNDECLARED_VIEWS)
         self.is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
-        self.ignores_elements = name.startswith("new_") or name.endswith("_like")
+        self.reads_geometry_only = name.startswith("new_") or name.endswith("_like")
 
-    def take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def decompose(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the operators that a composite one consists of."""
         return self._func._op_dk(_COMPOSITE, *args, **kwargs)
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the arguments of a call that it writes to."""
-        if not self._written_at_times and not kwargs:
-            return [args[place] for place in self._written_places if place < len(args)]
-        given = {name: args[place] for name, place in self._places.items() if place < len(args)} | dict(kwargs)
+        if not self._sometimes_written and not kwargs:
+            return [args[position] for position in self._written_positions if position < len(args)]
+        given = {name: args[position] for name, position in self._positions.items() if position < len(args)} | dict(
+            kwargs
+        )
         names = self._written
-        if self._written_at_times:
+        if self._sometimes_written:
             info = torch._C._SchemaInfo(self._schema)
             info.add_argument_values({name: value for name, value in given.items() if isinstance(value, bool)})
-            names = names + [name for name in self._written_at_times if info.is_mutable(name)]
+            names = names + [name for name in self._sometimes_written if info.is_mutable(name)]
         return [given[name] for name in names if name in given]
 
 
 @cache
-def traits_of(func: Any) -> OperatorTraits:
+def operator_traits(func: Any) -> OperatorTraits:
     """Return the traits of an operator."""
     return OperatorTraits(func)
 
@@ -86,7 +88,7 @@ def traits_of(func: Any) -> OperatorTraits:
 _PENDING = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
 
 
-def pending_signs_minded() -> AbstractContextManager[None]:
+def pending_signs_enabled() -> AbstractContextManager[None]:
     """Let operators inside of `__torch_dispatch__` see conjugates as conjugates.
 
     Torch switches off there whatever stands above a subclass, this too; an operator that takes a conjugate on its way
@@ -99,7 +101,7 @@ def pending_signs_minded() -> AbstractContextManager[None]:
     return guard  # type: ignore[no-any-return]
 
 
-class SharedLoads(threading.local):
+class LoadCache(threading.local):
     """Lets the steps of one call to torch share what they load, so that each tensor is read once a call."""
 
     def __init__(self) -> None:

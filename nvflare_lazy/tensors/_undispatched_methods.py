@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The uses of a tensor that never reach torch's dispatcher: copies, pickles, NumPy, pointers, and being printed.
+"""The methods of `LazyTensor` that torch does not dispatch: copies, pickles, NumPy, pointers, printing.
 
-The part of `LazyTensor` that has to be written method by method, because torch's own methods reach for memory that is
-not there. Everything else is in `lazy_tensor`.
+Each is written out because torch's own method accesses memory that a lazy tensor does not have. `lazy_tensor` holds
+everything that torch does dispatch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from nvflare_lazy.errors import ImmutableTensorError
-from nvflare_lazy.tensors._storage import LazyStorage, Place
+from nvflare_lazy.tensors._storage import Geometry, LazyStorage
 from nvflare_lazy.tensors.tensor_memory import new_memory
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-def refuse_write(what: str, kind: str = "tensor") -> NoReturn:
+def raise_immutable(what: str, kind: str = "tensor") -> NoReturn:
     """Raise the error for a write.
 
     Args:
@@ -36,10 +36,10 @@ def refuse_write(what: str, kind: str = "tensor") -> NoReturn:
     )
 
 
-class DirectUses(torch.Tensor):
-    """A tensor over a `LazyStorage` whose direct uses load it; the base of `LazyTensor`."""
+class UndispatchedMethods(torch.Tensor):
+    """The base class of `LazyTensor`: the methods that load the tensor without torch's dispatcher."""
 
-    _place_: Place
+    _geometry_: Geometry
 
     if TYPE_CHECKING:
 
@@ -55,7 +55,9 @@ class DirectUses(torch.Tensor):
     # ---- being looked at: no I/O, except where the elements themselves are asked for ----------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype}, in {self._place_.storage.source.describe()})"
+        return (
+            f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype}, in {self._geometry_.storage.source.describe()})"
+        )
 
     __str__ = __repr__
 
@@ -69,15 +71,15 @@ class DirectUses(torch.Tensor):
     # ---- being copied: no I/O either ---------------------------------------------------------------------------
 
     def __copy__(self) -> Self:
-        return self._share(self._place_.storage)
+        return self._share(self._geometry_.storage)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if not self.is_leaf:
             raise RuntimeError("a tensor that came out of a computation cannot be copied with it: detach() it first")
         # Nothing can be written, so nothing needs to be copied. A storage of its own keeps pointers apart, though.
-        storage = memo.get(id(self._place_.storage))
+        storage = memo.get(id(self._geometry_.storage))
         if storage is None:
-            memo[id(self._place_.storage)] = storage = LazyStorage(self._place_.storage.source)
+            memo[id(self._geometry_.storage)] = storage = LazyStorage(self._geometry_.storage.source)
         twin = self._share(storage)
         twin.__dict__.update(copy.deepcopy(self._attributes(), memo))
         twin.grad = copy.deepcopy(self.grad, memo)
@@ -91,7 +93,7 @@ class DirectUses(torch.Tensor):
 
     def _attributes(self) -> dict[str, Any]:
         """Return what others have set on the tensor, as they may on any."""
-        return {name: value for name, value in self.__dict__.items() if name != "_place_"}
+        return {name: value for name, value in self.__dict__.items() if name != "_geometry_"}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickles are read where the file is not: they hold the elements.
@@ -132,7 +134,7 @@ class DirectUses(torch.Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Load the storage for good and return it."""
-        return self._place_.storage.pin()
+        return self._geometry_.storage.pin()
 
     def _typed_storage(self) -> torch.TypedStorage:
         storage: torch.TypedStorage = self._pinned_tensor()._typed_storage()  # type: ignore[no-untyped-call]
@@ -157,21 +159,21 @@ class DirectUses(torch.Tensor):
         return made
 
 
-def _refuse(name: str) -> Callable[..., NoReturn]:
-    return lambda *args, **kwargs: refuse_write(name)
+def _raising(name: str) -> Callable[..., NoReturn]:
+    return lambda *args, **kwargs: raise_immutable(name)
 
 
 def _set_data(target: torch.Tensor, value: torch.Tensor) -> None:
-    if isinstance(target, DirectUses):
-        if isinstance(value, DirectUses) and value._place_ == target._place_:
+    if isinstance(target, UndispatchedMethods):
+        if isinstance(value, UndispatchedMethods) and value._geometry_ == target._geometry_:
             return  # as `module.cpu()` does where nothing is to be changed
-        refuse_write("assigning to .data")
-    target.data = value.materialize() if isinstance(value, DirectUses) else value
+        raise_immutable("assigning to .data")
+    target.data = value.materialize() if isinstance(value, UndispatchedMethods) else value
 
 
 # Torch's own functions; called unbound, they land here.
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    getattr(torch.Tensor, name): getattr(DirectUses, name)
+    getattr(torch.Tensor, name): getattr(UndispatchedMethods, name)
     for name in (
         "__array__",
         "__deepcopy__",
@@ -193,5 +195,5 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     if hasattr(torch.Tensor, name)
 } | {
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    **{getattr(torch.Tensor, name): _refuse(name) for name in ("apply_", "map_", "map2_", "share_memory_")},
+    **{getattr(torch.Tensor, name): _raising(name) for name in ("apply_", "map_", "map2_", "share_memory_")},
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of element types: what safetensors calls them, what torch and NumPy call them, and how wide they are.
+"""The table of element types: their names in safetensors, torch and NumPy, and their widths.
 
 Every size in the package is computed here, so that a sub-byte or an 8-bit float type is right everywhere or nowhere.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LazyArray`: what `LazyTensor` is to torch, for NumPy.
+"""`LazyArray`: the counterpart of `LazyTensor` for NumPy.
 
-Jobs that exchange NumPy arrays get these. It is a proxy and not a subclass of `np.ndarray`: C code that is handed a
-subclass reads its memory without asking, and there is none; a proxy it refuses or converts through `__array__`.
+Jobs that exchange NumPy arrays receive these. It is a proxy and not a subclass of `np.ndarray`: C code reads the memory
+of a subclass without asking, and there is none; it rejects a proxy or converts it through `__array__`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from nvflare_lazy.errors import UnsupportedDtypeError
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors._array_operators import ArrayOperators
-from nvflare_lazy.tensors._undispatched_methods import refuse_write
+from nvflare_lazy.tensors._undispatched_methods import raise_immutable
 from nvflare_lazy.tensors.byte_source import bytes_of
 from nvflare_lazy.tensors.strided_source import contiguous_strides
 
@@ -192,21 +192,21 @@ class LazyArray(ArrayOperators):
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, LazyArray) for x in kwargs.get("out") or ()):
-            refuse_write(f"np.{ufunc.__name__}", "array")
+            raise_immutable(f"np.{ufunc.__name__}", "array")
         if method == "at" and isinstance(inputs[0], LazyArray):
-            refuse_write(f"np.{ufunc.__name__}.at", "array")
+            raise_immutable(f"np.{ufunc.__name__}.at", "array")
         return getattr(ufunc, method)(*self._loaded(inputs), **self._loaded(kwargs))
 
     def __array_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if isinstance(kwargs.get("out"), LazyArray):
-            refuse_write(f"np.{func.__name__}", "array")
+            raise_immutable(f"np.{func.__name__}", "array")
         return func(*self._loaded(args), **self._loaded(kwargs))
 
     def __getattr__(self, name: str) -> Any:
         if name in _WRITERS:
-            refuse_write(f".{name}()", "array")
+            raise_immutable(f".{name}()", "array")
         if name in _RAW_MEMORY:
             raise AttributeError(f"a lazy array has no memory, and so no {name!r}: materialize() gives one that has")
         if not hasattr(np.ndarray, name):
@@ -218,11 +218,11 @@ class LazyArray(ArrayOperators):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in LazyArray.__slots__:
-            refuse_write(f"assigning to .{name}", "array")
+            raise_immutable(f"assigning to .{name}", "array")
         super().__setattr__(name, value)
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
-        refuse_write("item assignment", "array")
+        raise_immutable("item assignment", "array")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.materialize().__reduce_ex__(protocol)

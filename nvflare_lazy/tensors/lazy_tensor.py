@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LazyTensor`: a real `torch.Tensor` with a shape and a dtype whose elements are somewhere else.
+"""`LazyTensor`: a real `torch.Tensor` with a shape and a dtype whose elements are read on use.
 
-What aggregators, filters and persistors get to see of a model that was never loaded. Torch itself says, in the schema
-of every operator, which arguments are written and which results are views; so there is no list of operators here that
-could be incomplete: views stay lazy, writes raise, and everything else is done on the loaded tensor.
+Aggregators, filters and persistors see a model as these tensors. The schema of each torch operator declares which
+arguments it writes and which results are views, so no list of operators here can be incomplete: views stay lazy,
+writes raise, and everything else runs on the loaded tensor.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map
 
 from nvflare_lazy.errors import UnsupportedTensorError
 from nvflare_lazy.tensors import dtypes
-from nvflare_lazy.tensors._parallel_read import LEAST_SHARED_BYTES
-from nvflare_lazy.tensors._storage import LazyStorage, Place
-from nvflare_lazy.tensors._torch_operators import OperatorTraits, SharedLoads, pending_signs_minded, traits_of
-from nvflare_lazy.tensors._undispatched_methods import HANDLERS, DirectUses, refuse_write
+from nvflare_lazy.tensors._parallel_read import MIN_SHARED_BYTES
+from nvflare_lazy.tensors._storage import Geometry, LazyStorage
+from nvflare_lazy.tensors._torch_operators import LoadCache, OperatorTraits, operator_traits, pending_signs_enabled
+from nvflare_lazy.tensors._undispatched_methods import HANDLERS, UndispatchedMethods, raise_immutable
 from nvflare_lazy.tensors.byte_source import MemorySource, bytes_of
 from nvflare_lazy.tensors.strided_source import (
     StridedSource,
@@ -58,7 +58,7 @@ _AS_IT_IS = nullcontext()
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
-class LazyTensor(DirectUses):
+class LazyTensor(UndispatchedMethods):
     """An immutable tensor whose elements are read from a byte source when, and as far as, they are used.
 
     Shape, dtype and the like cost no I/O, nor do views (`t[3]`, `t.view(-1)`, `t.T`) or copies. Any other use loads
@@ -85,7 +85,7 @@ class LazyTensor(DirectUses):
 
     @__class__.setter
     def __class__(self, other: type) -> None:
-        refuse_write("turning it into another tensor")  # what `torch.utils.swap_tensors` does
+        raise_immutable("turning it into another tensor")  # what `torch.utils.swap_tensors` does
 
     @staticmethod
     def __new__(
@@ -102,8 +102,8 @@ class LazyTensor(DirectUses):
         if strides is None:
             row_major = contiguous_strides(shape)
             check_geometry(source, dtype.itemsize, shape, row_major, storage_offset)
-            return _make(Place(LazyStorage(source), dtype, shape, row_major, storage_offset, is_plain=True))
-        return _make(_checked_place(LazyStorage(source), dtype, shape, tuple(strides), storage_offset))
+            return _make(Geometry(LazyStorage(source), dtype, shape, row_major, storage_offset, is_plain=True))
+        return _make(_checked_geometry(LazyStorage(source), dtype, shape, tuple(strides), storage_offset))
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         """Take what `__new__` takes; torch's own constructor must not see it."""
@@ -112,7 +112,7 @@ class LazyTensor(DirectUses):
     def of_whole(cls, source: ByteSource, dtype: torch.dtype, shape: tuple[int, ...]) -> LazyTensor:
         """Return the row-major tensor that a source consists of: for readers that have checked that it does."""
         dtypes.by_torch(dtype)
-        return _make(Place(LazyStorage(source), dtype, shape, contiguous_strides(shape), 0, True))
+        return _make(Geometry(LazyStorage(source), dtype, shape, contiguous_strides(shape), 0, True))
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> LazyTensor:
@@ -128,7 +128,7 @@ class LazyTensor(DirectUses):
 
     def materialize(self) -> torch.Tensor:
         """Load the elements into a new ordinary tensor, which the caller owns and may write to."""
-        _, dtype, shape, strides, _, is_plain = self._place_
+        _, dtype, shape, strides, _, is_plain = self._geometry_
         if is_plain or extent(shape, strides) >= prod(shape):
             return self._load()
         # An expanded view: its elements share memory, and writing to one would change the others.
@@ -138,7 +138,7 @@ class LazyTensor(DirectUses):
 
     def _load(self) -> torch.Tensor:
         """Load the elements for someone who only reads them: an expanded view stays as small as it is."""
-        storage, dtype, shape, strides, offset, is_plain = self._place_
+        storage, dtype, shape, strides, offset, is_plain = self._geometry_
         count = prod(shape)
         reached = count if is_plain else extent(shape, strides)
         # A view that skips most of its storage is better put together than loaded with the gaps; but not where
@@ -161,7 +161,7 @@ class LazyTensor(DirectUses):
             count: How many; as many as the buffer holds, if not given.
         """
         view = bytes_of(buffer)
-        dtype = self._place_.dtype
+        dtype = self._geometry_.dtype
         itemsize = dtype.itemsize
         if count is None:
             count = len(view) // itemsize
@@ -172,7 +172,7 @@ class LazyTensor(DirectUses):
     @property
     def source(self) -> ByteSource:
         """The elements in row-major order as bytes; a plain part of a file wherever they lie in one like that."""
-        storage, dtype, shape, strides, offset, is_plain = self._place_
+        storage, dtype, shape, strides, offset, is_plain = self._geometry_
         itemsize, source = dtype.itemsize, storage.source
         if is_plain:
             nbytes = prod(shape) * itemsize
@@ -201,7 +201,7 @@ class LazyTensor(DirectUses):
             if kwargs.get("out") is not None:
                 # For an argument of a class of its own, torch may compute a new result and forget about `out`.
                 if _holds_lazy(kwargs["out"]):
-                    refuse_write(f"{func.__name__}(out=...)")
+                    raise_immutable(f"{func.__name__}(out=...)")
                 args, kwargs = _replaced((args, kwargs), _load_with_gradient)
             return func(*args, **kwargs)
 
@@ -216,26 +216,26 @@ class LazyTensor(DirectUses):
         if func is _DEVICE:
             return _CPU
         kwargs = kwargs or {}
-        traits = traits_of(func)
+        traits = operator_traits(func)
         if _holds_lazy(traits.written(args, kwargs)):
-            refuse_write(str(func))
-        if func is _CLONE and not kwargs and args[0]._place_.is_plain:
+            raise_immutable(str(func))
+        if func is _CLONE and not kwargs and args[0]._geometry_.is_plain:
             return args[0].materialize()
         if func is _COPY and _can_fill(args[0], args[1]):
             nbytes = args[0].nbytes
             if nbytes:
                 _fill(args[0], nbytes, args[1].source)
             return args[0]
-        with pending_signs_minded():
+        with pending_signs_enabled():
             return cls._call(func, traits, args, kwargs)
 
     @classmethod
     def _call(cls, func: Any, traits: OperatorTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if traits.is_composite:
-            return traits.take_apart(args, kwargs)
-        if traits.gives_views and isinstance(args[0], LazyTensor):
+            return traits.decompose(args, kwargs)
+        if traits.returns_views and isinstance(args[0], LazyTensor):
             return _lazy_view(func, args, kwargs)
-        if traits.ignores_elements and isinstance(args[0], LazyTensor):
+        if traits.reads_geometry_only and isinstance(args[0], LazyTensor):
             args = (_stand_in(args[0]), *args[1:])
         load = LazyTensor._pinned_tensor if func.overloadpacket in _NEED_THE_STORAGE else _loads.load
         return func(*_replaced(args, load), **_replaced(kwargs, load))
@@ -243,38 +243,38 @@ class LazyTensor(DirectUses):
     # ---- parts ------------------------------------------------------------------------------------------------
 
     def _over(self, storage: LazyStorage) -> LazyTensor:
-        return _make(self._place_._replace(storage=storage))
+        return _make(self._geometry_._replace(storage=storage))
 
     def _pinned_tensor(self) -> torch.Tensor:
-        storage, dtype, shape, strides, offset, _ = self._place_
+        storage, dtype, shape, strides, offset, _ = self._geometry_
         return new_memory(dtype, (0,)).set_(storage.pin(), offset, shape, strides)
 
 
-def _checked_place(
+def _checked_geometry(
     storage: LazyStorage, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
-) -> Place:
+) -> Geometry:
     check_geometry(storage.source, dtype.itemsize, shape, strides, offset)
-    return Place(storage, dtype, shape, strides, offset, is_plain=is_contiguous(shape, strides))
+    return Geometry(storage, dtype, shape, strides, offset, is_plain=is_contiguous(shape, strides))
 
 
-def _make(place: Place) -> LazyTensor:
+def _make(geometry: Geometry) -> LazyTensor:
     # On the meta device, for torch's own eyes: `parameter.data = lazy` copies the inside of a tensor without asking,
     # which torch refuses to do across devices; between two tensors "on the CPU" it would copy a null pointer.
     # An inference tensor cannot be the base of a view made outside of inference mode: so never make one.
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS:
         tensor: LazyTensor = torch.Tensor._make_wrapper_subclass(
             LazyTensor,
-            place.shape,
-            strides=place.strides,
-            storage_offset=place.offset,
-            dtype=place.dtype,
+            geometry.shape,
+            strides=geometry.strides,
+            storage_offset=geometry.offset,
+            dtype=geometry.dtype,
             device=_META,
             dispatch_device=True,
             _extra_dispatch_keys=_AUTOCAST,
         )
     # C code that takes the address of the memory without asking gets an error, and no null pointer.
     torch._C._set_throw_on_mutable_data_ptr(tensor)
-    tensor._place_ = place
+    tensor._geometry_ = geometry
     return tensor
 
 
@@ -288,7 +288,7 @@ def _holds_lazy(value: object) -> bool:
 
 def _is_simple_clone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a clone is nothing but a read, with nobody who has to hear of it: then it goes no way round torch."""
-    if len(args) != 1 or kwargs or not args[0]._place_.is_plain or torch_is_watched():
+    if len(args) != 1 or kwargs or not args[0]._geometry_.is_plain or torch_is_watched():
         return False
     with torch._C.DisableTorchFunctionSubclass():
         return not args[0].requires_grad
@@ -314,7 +314,7 @@ def _load_with_gradient(lazy: LazyTensor) -> torch.Tensor:
 
 def _fill(memory: torch.Tensor, nbytes: int, source: ByteSource, offset: int = 0) -> None:
     """Read into the first bytes of a tensor's memory."""
-    if nbytes < LEAST_SHARED_BYTES and source.file_range() is not None:
+    if nbytes < MIN_SHARED_BYTES and source.file_range() is not None:
         # Read by this thread alone, which holds on to the tensor until it has.
         source.read_into(borrowed_bytes(memory, nbytes), offset)
     else:
@@ -324,14 +324,14 @@ def _fill(memory: torch.Tensor, nbytes: int, source: ByteSource, offset: int = 0
 
 def _stand_in(lazy: LazyTensor) -> torch.Tensor:
     """Return memory of the same geometry that was never touched, for operators that only look at the geometry."""
-    _, dtype, shape, strides, *_ = lazy._place_
+    _, dtype, shape, strides, *_ = lazy._geometry_
     return new_memory(dtype, shape, strides)
 
 
 def _lazy_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let torch work out the geometry of a view on a tensor without memory, and lay it over the lazy storage."""
     base: LazyTensor = args[0]
-    storage, dtype, shape, strides, offset, _ = base._place_
+    storage, dtype, shape, strides, offset, _ = base._geometry_
     whole = torch.empty(offset + extent(shape, strides), dtype=dtype, device="meta")
     view = func(whole.as_strided(shape, strides, offset), *args[1:], **kwargs)
 
@@ -339,7 +339,7 @@ def _lazy_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(meta, torch.Tensor):
             return meta
         shape, strides, offset = tuple(meta.shape), meta.stride(), int(meta.storage_offset())
-        return _make(_checked_place(storage, meta.dtype, shape, strides, offset))
+        return _make(_checked_geometry(storage, meta.dtype, shape, strides, offset))
 
     if any(isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()) for x in _flat(view)):
         return LazyTensor.from_tensor(func(_loads.load(base), *args[1:], **kwargs))
@@ -350,4 +350,4 @@ def _flat(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
-_loads = SharedLoads()
+_loads = LoadCache()

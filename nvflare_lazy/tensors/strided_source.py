@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row-major bytes of a strided view: what a transposed, sliced or expanded tensor of a file reads as.
+"""The row-major bytes of a strided view, such as a transposed, sliced or expanded tensor of a file.
 
-Stands between a storage and whoever reads a view of it by tiles. No read holds more of the storage than a block, and
-what lies between the elements is skipped where skipping is cheaper than reading it.
+Used wherever a view is read by tiles. No read holds more of the storage than a block, and the bytes between the
+elements are skipped where skipping is cheaper than reading them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from nvflare_lazy.errors import SourceError, SourceReleasedError, TruncatedSourceError
-from nvflare_lazy.tensors._parallel_read import LEAST_SHARED_BYTES, in_shares
+from nvflare_lazy.tensors._parallel_read import MIN_SHARED_BYTES, parallel_for_ranges
 from nvflare_lazy.tensors.byte_source import ByteSource
 
 if TYPE_CHECKING:
@@ -150,10 +150,10 @@ class TensorFile:
         """Fill `buffer` with the bytes of the file that start at `offset`."""
         descriptor = self._lent()
         try:
-            if len(buffer) < LEAST_SHARED_BYTES:
+            if len(buffer) < MIN_SHARED_BYTES:
                 self._read_part(descriptor.number, buffer, offset)
             else:
-                in_shares(partial(self._read_share, descriptor.number, buffer, offset), len(buffer))
+                parallel_for_ranges(partial(self._read_share, descriptor.number, buffer, offset), len(buffer))
         finally:
             del descriptor  # the traceback of an error must not keep the file open
 

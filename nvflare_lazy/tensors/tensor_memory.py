@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of an ordinary tensor as a plain buffer, whatever its dtype.
 
-NumPy has no bfloat16 and no 8-bit floats, so its views cannot serve here; a pointer can. Everything that fills or
-empties tensors by bytes (loading, saving, sending) goes through this one function.
+NumPy has no bfloat16 and no 8-bit floats, so its views cannot serve here; a pointer can. Loading, saving, sending and
+aggregating fill and read tensors through this module.
 """
 
 from __future__ import annotations

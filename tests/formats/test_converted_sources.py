@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nvflare_lazy.errors import UnsupportedDtypeError
 from nvflare_lazy.formats import converted_sources
-from nvflare_lazy.formats.converted_sources import ByteSwappedSource, CastSource, SignFlippedSource
+from nvflare_lazy.formats.converted_sources import ByteSwappedSource, CastSource, ConjugatedSource
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
 from nvflare_lazy.tensors.tensor_memory import storage_bytes
@@ -138,13 +138,13 @@ class TestByteSwappedSourceWithAnOddEnd(ByteSourceContract):
         return ByteSwappedSource(MemorySource(data.tobytes() + b"end"), 8), data.astype(">u8").tobytes() + b"end"
 
 
-class TestSignFlippedSource(ByteSourceContract):
+class TestConjugatedSource(ByteSourceContract):
     def make(self, tmp_path):
         data = np.arange(1, 81, dtype="<c8") * (1 - 2j)
-        return SignFlippedSource(MemorySource(data.tobytes()), 4, (False, True)), data.conj().tobytes()
+        return ConjugatedSource(MemorySource(data.tobytes()), 4, (False, True)), data.conj().tobytes()
 
 
-class TestSignFlippedHalves(ByteSourceContract):
+class TestNegatedHalves(ByteSourceContract):
     def make(self, tmp_path):
         data = np.arange(-150, 150, dtype="<f2")
-        return SignFlippedSource(MemorySource(data.tobytes()), 2, (True,)), (-data).tobytes()
+        return ConjugatedSource(MemorySource(data.tobytes()), 2, (True,)), (-data).tobytes()

@@ -12,10 +12,10 @@ import pytest
 
 from nvflare_lazy.errors import TruncatedSourceError
 from nvflare_lazy.tensors import _parallel_read
-from nvflare_lazy.tensors._parallel_read import LEAST_SHARED_BYTES, in_shares
+from nvflare_lazy.tensors._parallel_read import MIN_SHARED_BYTES, parallel_for_ranges
 from nvflare_lazy.tensors.tensor_file import open_source
 
-MANY = 4 * LEAST_SHARED_BYTES + 5
+MANY = 4 * MIN_SHARED_BYTES + 5
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def four_cores(monkeypatch):
 
 @pytest.mark.parametrize(
     ("nbytes", "threads"),
-    [(LEAST_SHARED_BYTES, 2), (3 * LEAST_SHARED_BYTES - 1, 3), (MANY, 4), (100 * LEAST_SHARED_BYTES + 1, 4)],
+    [(MIN_SHARED_BYTES, 2), (3 * MIN_SHARED_BYTES - 1, 3), (MANY, 4), (100 * MIN_SHARED_BYTES + 1, 4)],
 )
 def test_pieces_make_up_the_whole(nbytes, threads):
     """The pieces follow on each other from the first byte to the last, and several threads do them."""
@@ -40,17 +40,17 @@ def test_pieces_make_up_the_whole(nbytes, threads):
             together.wait()  # none passes before all of them have begun
         seen.append((begin, end))
 
-    in_shares(work, nbytes)
+    parallel_for_ranges(work, nbytes)
     seen.sort()
     assert [begin for begin, _ in seen] == [0, *(end for _, end in seen[:-1])]
     assert seen[-1][1] == nbytes
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, LEAST_SHARED_BYTES - 1])
+@pytest.mark.parametrize("nbytes", [0, 1, MIN_SHARED_BYTES - 1])
 def test_short_work_stays_with_the_caller(nbytes):
     """What is not worth sharing is done in one go by the thread that asks."""
     seen = []
-    in_shares(lambda begin, end: seen.append((begin, end, threading.get_ident())), nbytes)
+    parallel_for_ranges(lambda begin, end: seen.append((begin, end, threading.get_ident())), nbytes)
     assert seen == [(0, nbytes, threading.get_ident())]
 
 
@@ -64,12 +64,12 @@ def test_busy_helpers_keep_nobody_waiting():
             busy.wait()
             release.wait(30)
 
-    other = threading.Thread(target=in_shares, args=(hold, MANY))
+    other = threading.Thread(target=parallel_for_ranges, args=(hold, MANY))
     other.start()
     busy.wait()
     try:
         seen = []
-        in_shares(lambda begin, end: seen.append((begin, end, threading.get_ident())), MANY)
+        parallel_for_ranges(lambda begin, end: seen.append((begin, end, threading.get_ident())), MANY)
         assert {ident for *_, ident in seen} == {own}
         assert sum(end - begin for begin, end, _ in seen) == MANY
     finally:
@@ -95,7 +95,7 @@ def test_errors_wait_for_the_helpers(own):
             running.remove(begin)
 
     with pytest.raises(KeyboardInterrupt if own else OSError):
-        in_shares(work, MANY)
+        parallel_for_ranges(work, MANY)
     assert not running
     assert len(begun) == 4
 
@@ -204,5 +204,5 @@ def test_what_helpers_have_begun_is_done():
             goes_on.set()
         done.append((begin, end))
 
-    in_shares(work, LEAST_SHARED_BYTES)
-    assert sorted(done) == list(_parallel_read._pieces(LEAST_SHARED_BYTES, 2))
+    parallel_for_ranges(work, MIN_SHARED_BYTES)
+    assert sorted(done) == list(_parallel_read._pieces(MIN_SHARED_BYTES, 2))
