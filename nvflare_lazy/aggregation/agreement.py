@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -24,8 +24,7 @@ from nvflare_lazy.tensors import dtypes
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from nvflare_lazy.aggregation.contributions import Part
-    from nvflare_lazy.errors import MismatchError
+    from nvflare_lazy.tensors.entry import TensorEntry, TensorSpec
 
 #: What to do about a contribution that does not fit to the others.
 MismatchPolicy = Literal["error", "leave_out"]
@@ -33,13 +32,6 @@ _COMPUTABLE = FLOATS | {
     *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16),
     *(torch.uint32, torch.int32, torch.uint64, torch.int64, torch.complex64),
 }
-
-
-class Spec(NamedTuple):
-    """What contributors must agree on about a tensor."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -56,16 +48,16 @@ class Agreement:
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
-    specs: dict[str, Spec]
+    specs: dict[str, TensorSpec]
     holders: dict[str, tuple[int, ...]]
     left_out: dict[str, Exception]
 
 
 def agree(
-    contributions: Mapping[str, Mapping[str, Part]],
+    contributions: Mapping[str, Mapping[str, TensorEntry]],
     weights: Mapping[str, float],
     *,
-    reference: Mapping[str, Part] | None,
+    reference: Mapping[str, TensorEntry] | None,
     whole_updates: bool,
     on_mismatch: MismatchPolicy,
 ) -> Agreement:
@@ -84,7 +76,7 @@ def agree(
     names = [name for name in sorted(contributions) if name not in left_out]
     if contributions and not names:
         raise WeightError(f"the weights of all contributors are zero: {', '.join(sorted(contributions))}")
-    sent = {name: {key: Spec(part.dtype, part.shape) for key, part in contributions[name].items()} for name in names}
+    sent = {name: {key: entry.spec for key, entry in contributions[name].items()} for name in names}
     expected = _expected(sent, reference)
     keys = _common_keys(sent) & expected.keys() if whole_updates else None
     for name, specs in sent.items():
@@ -131,8 +123,8 @@ def checked_weights(names: Sequence[str], weights: Mapping[str, float] | None) -
 
 def groups_of(
     agreement: Agreement,
-    contributions: Mapping[str, Mapping[str, Part]],
-    reference: Mapping[str, Part] | None,
+    contributions: Mapping[str, Mapping[str, TensorEntry]],
+    reference: Mapping[str, TensorEntry] | None,
 ) -> list[Group]:
     """Return the tensors of a round, those together that have the same type and the same holders.
 
@@ -150,28 +142,28 @@ def groups_of(
     groups = []
     for index, ((dtype, members, _), keys) in enumerate(together.items()):
         contributors = tuple(agreement.names[member] for member in members)
-        parts = [[contributions[name][key] for key in keys] for name in contributors]
+        entries = [[contributions[name][key] for key in keys] for name in contributors]
         groups.append(
             Group(
                 index=index,
                 dtype=dtype,
                 names=tuple(keys),
-                sizes=tuple(real_numel(part) for part in parts[0]),
+                sizes=tuple(map(real_numel, entries[0])),
                 members=members,
                 contributors=contributors,
-                inputs=tuple(map(InputVector, parts)),
+                inputs=tuple(map(InputVector, entries)),
                 reference=None if reference is None else InputVector([reference[key] for key in keys]),
             )
         )
     return groups
 
 
-def meta_of(specs: Mapping[str, Spec]) -> list[TensorMeta]:
+def meta_of(specs: Mapping[str, TensorSpec]) -> list[TensorMeta]:
     """Return what a file of these tensors promises."""
     return [TensorMeta(key, dtypes.by_torch(spec.dtype).name or "", spec.shape) for key, spec in specs.items()]
 
 
-def _in_order(specs: dict[str, Spec]) -> dict[str, Spec]:
+def _in_order(specs: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
     for key, spec in specs.items():
         if spec.dtype not in _COMPUTABLE:
             raise AggregationDtypeError(f"{key!r} is {spec.dtype}, which has no mean: exclude it")
@@ -179,9 +171,11 @@ def _in_order(specs: dict[str, Spec]) -> dict[str, Spec]:
     return {meta.name: specs[meta.name] for meta in in_file_order(meta_of(specs))}
 
 
-def _expected(sent: Mapping[str, Mapping[str, Spec]], reference: Mapping[str, Part] | None) -> dict[str, Spec]:
+def _expected(
+    sent: Mapping[str, Mapping[str, TensorSpec]], reference: Mapping[str, TensorEntry] | None
+) -> dict[str, TensorSpec]:
     """Return what most contributors say of each tensor; of its shape, what the global model says."""
-    votes: dict[str, Counter[Spec]] = {}
+    votes: dict[str, Counter[TensorSpec]] = {}
     for specs in sent.values():
         for key, spec in specs.items():
             votes.setdefault(key, Counter())[spec] += 1
@@ -189,17 +183,17 @@ def _expected(sent: Mapping[str, Mapping[str, Spec]], reference: Mapping[str, Pa
         votes = {key: count for key, count in votes.items() if key in reference}
         for key, count in votes.items():
             right = {spec: number for spec, number in count.items() if spec.shape == reference[key].shape}
-            votes[key] = Counter(right or {Spec(reference[key].dtype, reference[key].shape): 1})
+            votes[key] = Counter(right or {reference[key].spec: 1})
     # Of equally many, those of the first by name.
     return {key: count.most_common(1)[0][0] for key, count in votes.items()}
 
 
-def _common_keys(sent: Mapping[str, Mapping[str, Spec]]) -> frozenset[str]:
+def _common_keys(sent: Mapping[str, Mapping[str, TensorSpec]]) -> frozenset[str]:
     return Counter(frozenset(specs) for specs in sent.values()).most_common(1)[0][0]
 
 
 def _disagreement(
-    name: str, specs: Mapping[str, Spec], expected: Mapping[str, Spec], keys: frozenset[str] | None
+    name: str, specs: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec], keys: frozenset[str] | None
 ) -> MismatchError | None:
     if keys is not None:
         missing = sorted(keys - specs.keys())

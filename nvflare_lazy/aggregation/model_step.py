@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvflare_lazy.aggregation.agreement import Spec, meta_of
-from nvflare_lazy.aggregation.contributions import Part, parts_of
+from nvflare_lazy.aggregation.agreement import meta_of
+from nvflare_lazy.aggregation.contributions import read_entries
 from nvflare_lazy.aggregation.memory import Arena, plan_memory
 from nvflare_lazy.aggregation.optimizer_state import ModelFingerprint
 from nvflare_lazy.aggregation.rounding import FLOATS, ROUNDING_BYTES, round_into
@@ -21,6 +21,7 @@ from nvflare_lazy.aggregation.vectors import InputVector, OutputVector, real_dty
 from nvflare_lazy.aggregation.workers import work_through
 from nvflare_lazy.errors import AggregationDtypeError, MismatchError
 from nvflare_lazy.formats import StreamingWriter
+from nvflare_lazy.tensors.entry import TensorSpec
 
 if TYPE_CHECKING:
     import os
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.aggregation.optimizer_state import OptimizerStates
     from nvflare_lazy.aggregation.server_optimizers import ServerOptimizer, UnknownModelPolicy
     from nvflare_lazy.aggregation.workers import Watch
+    from nvflare_lazy.tensors.entry import TensorEntry
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,11 @@ class ModelStep:
             raise ValueError(f"params_type must be 'FULL' or 'DIFF', not {params_type!r}")
         self._optimizer = optimizer
         self._is_difference = params_type == "DIFF"
-        self._model = parts_of(model, "the global model")
-        self._update = parts_of(update, "the update")
-        for name, part in self._update.items():
-            self._check(name, part, self._model.get(name))
-        self._specs = {name: Spec(part.dtype, part.shape) for name, part in self._model.items()}
+        self._model = read_entries(model, "the global model")
+        self._update = read_entries(update, "the update")
+        for name, entry in self._update.items():
+            self._check(name, entry, self._model.get(name))
+        self._specs = {name: entry.spec for name, entry in self._model.items()}
         self._initial = [*optimizer.slots.values()]
 
     def run(
@@ -94,12 +96,12 @@ class ModelStep:
         Returns:
             Where the model is.
         """
-        state: Mapping[str, Part] = {}
+        state: Mapping[str, TensorEntry] = {}
         if states is not None:
             before = ModelFingerprint(self._specs)
-            for name, part in self._model.items():
-                before.read(name, part)
-            state = parts_of(states.find(before.digest(), restart=unknown_model == "restart") or {}, "the state")
+            for name, entry in self._model.items():
+                before.read(name, entry)
+            state = read_entries(states.find(before.digest(), restart=unknown_model == "restart") or {}, "the state")
         after = ModelFingerprint(self._specs)
         writer = StreamingWriter(
             out, meta_of(self._specs), metadata=metadata, max_shard_size=max_shard_size, durable=durable
@@ -116,11 +118,11 @@ class ModelStep:
                         borrowed.enter_context(vector)
                 self._compute(runs, after, budget, threads, watch)
             for name in self._model.keys() - self._update.keys():
-                writer.copy(name, self._model[name].source)
+                writer.copy(name, self._model[name].rows())
                 after.read(name, self._model[name])
             if states is not None and state_writer is not None:
                 for name in state.keys() - self._state_names():
-                    state_writer.copy(name, state[name].source)
+                    state_writer.copy(name, state[name].rows())
                 state_writer.commit()
                 states.remember(state_path, after.digest())
             path = writer.commit()
@@ -132,7 +134,7 @@ class ModelStep:
             if state_writer is not None:
                 state_writer.abort()
 
-    def _check(self, name: str, update: Part, model: Part | None) -> None:
+    def _check(self, name: str, update: TensorEntry, model: TensorEntry | None) -> None:
         if model is None:
             raise MismatchError(f"the update has a tensor {name!r} that the model does not have: exclude it")
         if update.shape != model.shape or update.dtype.is_complex != model.dtype.is_complex:
@@ -149,16 +151,16 @@ class ModelStep:
     def _optimized(self) -> list[str]:
         return [name for name in self._update if real_dtype(self._model[name].dtype) in FLOATS]
 
-    def _state_specs(self, state: Mapping[str, Part]) -> dict[str, Spec]:
-        specs = {name: Spec(part.dtype, part.shape) for name, part in state.items()}
+    def _state_specs(self, state: Mapping[str, TensorEntry]) -> dict[str, TensorSpec]:
+        specs = {name: entry.spec for name, entry in state.items()}
         for name in self._optimized():
             dtype = torch.float64 if self._model[name].dtype == torch.float64 else torch.float32
             for slot in self._optimizer.slots:
-                specs[f"{slot}/{name}"] = Spec(dtype, (real_numel(self._model[name]),))
+                specs[f"{slot}/{name}"] = TensorSpec(dtype, (real_numel(self._model[name]),))
         return specs
 
     def _runs(
-        self, state: Mapping[str, Part], writer: StreamingWriter, state_writer: StreamingWriter | None
+        self, state: Mapping[str, TensorEntry], writer: StreamingWriter, state_writer: StreamingWriter | None
     ) -> Iterator[_Run]:
         together: dict[tuple[object, ...], list[str]] = {}
         for name in sorted(self._update):

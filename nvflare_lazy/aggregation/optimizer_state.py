@@ -22,8 +22,7 @@ from nvflare_lazy.formats.atomic_file import AtomicFile, sync_directory
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from nvflare_lazy.aggregation.agreement import Spec
-    from nvflare_lazy.aggregation.contributions import Part
+    from nvflare_lazy.tensors.entry import TensorEntry, TensorSpec
     from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 
 _INDEX = "states.json"
@@ -39,7 +38,7 @@ class ModelFingerprint:
         specs: Types and shapes of its tensors.
     """
 
-    def __init__(self, specs: Mapping[str, Spec]) -> None:
+    def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
         sample = max(_LEAST_SAMPLE, _SAMPLED_BYTES // max(len(specs), 1))
         self._specs = specs
         self._samples: dict[str, list[tuple[int, bytearray]]] = {}
@@ -57,10 +56,10 @@ class ModelFingerprint:
             if first < last:
                 sample[first - begin : last - begin] = data[first - offset : last - offset]
 
-    def read(self, name: str, part: Part) -> None:
+    def read(self, name: str, entry: TensorEntry) -> None:
         """Read what is needed of a tensor."""
         for begin, sample in self._samples[name]:
-            part.source.read_into(sample, begin)
+            entry.rows().read_into(sample, begin)
 
     def digest(self) -> str:
         """Return the fingerprint, once all tensors have been noted or read."""

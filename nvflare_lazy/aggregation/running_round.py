@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy._text import parse_size
 from nvflare_lazy.aggregation.agreement import agree, checked_weights, groups_of, meta_of, reasons
-from nvflare_lazy.aggregation.contributions import parts_of
+from nvflare_lazy.aggregation.contributions import read_entries
 from nvflare_lazy.aggregation.engine import Engine
 from nvflare_lazy.aggregation.report import AggregationReport, Provenance, shares_of
 from nvflare_lazy.aggregation.tile import ContributionError
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.aggregation.aggregate import Aggregation
     from nvflare_lazy.aggregation.agreement import Agreement
-    from nvflare_lazy.aggregation.contributions import Part
     from nvflare_lazy.aggregation.reduction import Reduction
     from nvflare_lazy.aggregation.rules import Rule
     from nvflare_lazy.aggregation.statistics import Statistic
     from nvflare_lazy.aggregation.workers import Watch
+    from nvflare_lazy.tensors.entry import TensorEntry
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +111,10 @@ class RunningRound:
         self._release = release
         self._exclude = None if config.exclude is None else re.compile(config.exclude)
         self._weights = checked_weights([*contributions], weights)
-        self._reference = None if reference is None else parts_of(reference, "the global model", self._exclude)
+        self._reference = None if reference is None else read_entries(reference, "the global model", self._exclude)
         self._left_out: dict[str, Exception] = {}
         self._excluded: set[str] = set()
-        self._parts: dict[str, dict[str, Part]] = {}
+        self._entries: dict[str, dict[str, TensorEntry]] = {}
         for name in sorted(contributions):
             self._list(name, contributions[name])
 
@@ -162,7 +162,7 @@ class RunningRound:
         config, rule = self._config, self._rule
         agreement = self._agree()
         has_reference = self._reference is not None
-        groups = groups_of(agreement, self._parts, self._reference if rule.uses_reference else None)
+        groups = groups_of(agreement, self._entries, self._reference if rule.uses_reference else None)
         for group in groups:
             group.borrow(until_the_end)
         engine = Engine(
@@ -200,10 +200,10 @@ class RunningRound:
             writer.abort()
 
     def _agree(self) -> Agreement:
-        if not self._parts:
+        if not self._entries:
             raise NothingToAggregateError("there is no contribution" + reasons(self._left_out))
         agreement = agree(
-            self._parts,
+            self._entries,
             self._weights,
             reference=self._reference,
             whole_updates=self._rule.whole_updates,
@@ -223,7 +223,7 @@ class RunningRound:
         try:
             if self._exclude is not None:
                 self._excluded.update(key for key in tensors if self._exclude.search(key))
-            self._parts[name] = parts_of(tensors, repr(name), self._exclude)
+            self._entries[name] = read_entries(tensors, repr(name), self._exclude)
         except (UnsupportedTensorError, UnsupportedDtypeError) as error:
             if self._config.on_mismatch == "error":
                 raise
@@ -234,7 +234,7 @@ class RunningRound:
     def _leave_out(self, name: str, error: Exception) -> None:
         logger.warning("%s does not take part in the aggregation: %s: %s", name, type(error).__name__, error)
         self._left_out[name] = error
-        self._parts.pop(name, None)
+        self._entries.pop(name, None)
         self._let_go(name)
 
     def _let_go(self, name: str) -> None:

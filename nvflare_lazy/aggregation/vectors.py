@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many tensors as one long vector, cut into tiles without regard for where a tensor ends.
 
-Between the parts of a contribution and the tiles that are reduced. A tile of one large matrix and a tile of a thousand
-biases are the same to everybody above; tensors that lie side by side in a file are read with one request.
+Used between the entries of a contribution and the tiles that are reduced. A tile of one large matrix and a tile of a
+thousand biases are the same to all callers; tensors that are adjacent in a file are read with one request.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from nvflare_lazy.aggregation.contributions import Part
     from nvflare_lazy.formats.streaming_writer import StreamingWriter
     from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.tensors.entry import TensorEntry
     from nvflare_lazy.tensors.tensor_file import TensorFile
 
 # A complex number is computed with as two real ones, a bool as zero or one.
@@ -36,9 +36,10 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
     return _NUMBERS.get(dtype, dtype)
 
 
-def real_numel(part: Part) -> int:
+def real_numel(entry: TensorEntry) -> int:
     """Return how many real numbers a tensor is made of."""
-    return part.numel * (part.dtype.itemsize // real_dtype(part.dtype).itemsize)
+    dtype = entry.dtype
+    return entry.numel * (dtype.itemsize // real_dtype(dtype).itemsize)
 
 
 class InputVector:
@@ -47,12 +48,12 @@ class InputVector:
     Inside of its block, files are read by descriptors that are borrowed once, and not for each tile.
 
     Args:
-        parts: The tensors, in order.
+        entries: The tensors, in order.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.dtype = real_dtype(parts[0].dtype)
-        self._sources = _joined([part.source for part in parts if part.numel])
+    def __init__(self, entries: Sequence[TensorEntry]) -> None:
+        self.dtype = real_dtype(entries[0].dtype)
+        self._sources = _joined([entry.rows() for entry in entries if entry.numel])
         self._ends = list(accumulate(source.nbytes for source in self._sources))
         self.nbytes = self._ends[-1] if self._ends else 0
         self.numel = self.nbytes // self.dtype.itemsize

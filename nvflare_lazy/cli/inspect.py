@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Mapping
 
-    from nvflare_lazy.tensors.tensor_entry import TensorEntry
+    from nvflare_lazy.tensors.entry import TensorEntry
 
 _MAX_VALUE_LEN = 200
 
@@ -88,16 +88,11 @@ def inspect(file: str, section: str | None, match: re.Pattern[str] | None, as_js
 
 
 def _row(name: str, entry: TensorEntry) -> Row:
-    from nvflare_lazy.formats.safetensors_reader import UntypedEntry
-    from nvflare_lazy.tensors import dtypes
-
-    if isinstance(entry, UntypedEntry):
-        return Row(name, entry.element_type.name or "?", entry.shape, entry.nbytes)
-    element_type, shape = dtypes.by_torch(entry.dtype), entry.shape
+    element_type, shape = entry.element_type, entry.shape
     if element_type.packed != 1 and shape:
         # torch counts the bytes that several elements share.
         shape = (*shape[:-1], shape[-1] * element_type.packed)
-    return Row(name, element_type.name or str(entry.dtype).removeprefix("torch."), shape, entry.nbytes)
+    return Row(name, element_type.name or str(element_type.torch).removeprefix("torch."), shape, entry.nbytes)
 
 
 def _sum(rows: list[Row]) -> dict[str, int]:

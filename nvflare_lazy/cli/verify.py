@@ -21,10 +21,9 @@ from nvflare_lazy.errors import NVFlareLazyError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import torch
-
     from nvflare_lazy.formats.zip_archive import ZipRecord
     from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.tensors.dtypes import ElementType
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor
     from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
     from nvflare_lazy.tensors.tensor_file import TensorFile
@@ -132,12 +131,10 @@ def _reading_steps(tensors: LazyTensorDict, finite: bool, is_read: bool) -> Iter
         finite: Whether values are to be looked at, rather than bytes.
         is_read: Whether the files themselves have been read from end to end.
     """
-    from nvflare_lazy.formats.safetensors_reader import UntypedEntry
-
     seen: set[int] = set()
     for name, entry in tensors.entries.items():
         what = f"tensor {printable(name)}"
-        if finite and not isinstance(entry, UntypedEntry) and _may_be_infinite(entry.dtype):
+        if finite and _may_be_infinite(entry.element_type):
             if id(entry) not in seen:
                 yield _Step(what, entry.nbytes, partial(_check_values, entry.lazy()))
         elif id(entry.source) not in seen and not (is_read and entry.source.file()):
@@ -193,7 +190,5 @@ def _check_values(tensor: LazyTensor, done: Callable[[int], None]) -> str | None
     return f"{nans:,} NaN and {infinities:,} infinite of {count(before, 'value')}, the first at {place}"
 
 
-def _may_be_infinite(dtype: torch.dtype) -> bool:
-    from nvflare_lazy.tensors import dtypes
-
-    return (dtype.is_floating_point or dtype.is_complex) and dtypes.by_torch(dtype).packed == 1
+def _may_be_infinite(row: ElementType) -> bool:
+    return row.torch is not None and (row.torch.is_floating_point or row.torch.is_complex) and row.packed == 1

@@ -25,7 +25,7 @@ from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 if TYPE_CHECKING:
     from nvflare_lazy.aggregation import ParamsType
     from nvflare_lazy.flare.outgoing import Outgoing
-    from nvflare_lazy.tensors.tensor_entry import TensorEntry
+    from nvflare_lazy.tensors.entry import TensorEntry
 
 #: Statistics of normalization layers, which are no parameters: NVFlare's FedOpt averages them, too.
 STATISTICS = r"(running_mean|running_var|num_batches_tracked)$"

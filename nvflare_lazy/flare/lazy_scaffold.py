@@ -26,7 +26,6 @@ from nvflare_lazy.flare.outgoing import Outgoing
 from nvflare_lazy.flare.result_validation import client_of, misfit, steps_of
 from nvflare_lazy.flare.weights import as_weights, entries_of, holds_arrays
 from nvflare_lazy.tensors.byte_source import ZeroSource
-from nvflare_lazy.tensors.tensor_entry import TensorEntry
 from nvflare_lazy.transport.failed import failure_of
 
 _CONTROLS = AlgorithmConstants.SCAFFOLD_CTRL_GLOBAL
@@ -64,8 +63,7 @@ class LazyScaffold(Scaffold):
         self.model.start_round = self.start_round
         self.model.total_rounds = self.num_rounds
         zeros = {
-            name: TensorEntry(ZeroSource(entry.nbytes), entry.dtype, entry.shape)
-            for name, entry in entries_of(self.model.params).items()
+            name: entry.over(ZeroSource(entry.source.nbytes)) for name, entry in entries_of(self.model.params).items()
         }
         self._controls: dict[str, Any] = as_weights(zeros, numpy=holds_arrays(self.model.params))
 

@@ -21,7 +21,8 @@ from nvflare.app_common.aggregators.weighted_aggregation_helper import (
 from nvflare.app_common.app_constant import AppConstants
 
 from nvflare_lazy.errors import ResultMismatchError
-from nvflare_lazy.flare.weights import geometry_of, is_weight
+from nvflare_lazy.flare.weights import is_weight
+from nvflare_lazy.tensors.entry import geometry_of
 from nvflare_lazy.transport.failed import failure_of
 
 CLIENT_NAME = "client_name"

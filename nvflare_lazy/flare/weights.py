@@ -14,12 +14,10 @@ import numpy as np
 import torch
 
 from nvflare_lazy.errors import UnsupportedDtypeError
-from nvflare_lazy.formats.converted_sources import CastSource
-from nvflare_lazy.tensors import dtypes
-from nvflare_lazy.tensors.byte_source import MemorySource
+from nvflare_lazy.tensors.converted_sources import CastSource
+from nvflare_lazy.tensors.entry import TensorEntry, entry_of
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.tensors.tensor_entry import TensorEntry
 
 
 def is_weight(value: object) -> bool:
@@ -32,29 +30,9 @@ def is_lazy(value: object) -> bool:
     return isinstance(value, (LazyTensor, LazyArray))
 
 
-def entry_of(value: Any) -> TensorEntry:
-    """Return the recipe of a tensor or array, lazy or not; of an ordinary one it refers to the same memory."""
-    if isinstance(value, LazyTensor):
-        return TensorEntry(value.source, value.dtype, tuple(value.shape))
-    if isinstance(value, LazyArray) and value.dtype.isnative:
-        return TensorEntry(value.source, _torch_dtype(value.dtype), value.shape)
-    if isinstance(value, torch.Tensor):
-        return entry_of(LazyTensor.from_tensor(value.contiguous()))
-    array = np.asarray(value)
-    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1)
-    return TensorEntry(MemorySource(little.view(np.uint8).data), _torch_dtype(array.dtype), array.shape)
-
-
 def entries_of(weights: Mapping[str, Any]) -> dict[str, TensorEntry]:
     """Return the recipes of all tensors or arrays of a model."""
     return {name: entry_of(value) for name, value in weights.items()}
-
-
-def geometry_of(value: Any) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype, as torch calls it, and the shape of a tensor or array, without reading it."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, tuple(value.shape)
-    return _torch_dtype(np.dtype(value.dtype)), tuple(value.shape)
 
 
 def as_weights(entries: Mapping[str, TensorEntry], *, numpy: bool) -> dict[str, Any]:
@@ -76,19 +54,12 @@ def holds_arrays(weights: Mapping[str, Any]) -> bool:
 
 
 def _as_array(name: str, entry: TensorEntry) -> LazyArray:
-    if dtypes.by_torch(entry.dtype).numpy is not None:
+    if entry.element_type.numpy is not None:
         return entry.array()
     try:
-        wider = CastSource(entry.lazy().source, entry.dtype, torch.float32)
+        wider = CastSource(entry.rows(), entry.dtype, torch.float32)
     except UnsupportedDtypeError as error:
         raise UnsupportedDtypeError(
             f"tensor {name!r}: {error}; exchange PyTorch tensors instead (server_expected_format='pytorch')"
         ) from None
     return LazyArray(wider, np.float32, entry.shape)
-
-
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    found = dtypes.by_numpy(dtype).torch
-    if found is None:
-        raise UnsupportedDtypeError(f"torch has no dtype for NumPy's {dtype}")
-    return found

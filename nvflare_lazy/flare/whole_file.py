@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nvflare_lazy.errors import NVFlareLazyError
-from nvflare_lazy.flare.weights import geometry_of
 from nvflare_lazy.formats.safetensors_reader import open_safetensors
+from nvflare_lazy.tensors.entry import geometry_of
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.tensor_file import TensorFile
@@ -43,7 +43,7 @@ def file_that_holds(weights: Mapping[str, Any], below: Path) -> Path | None:
         entry, place = entries[name], entries[name].source.file_range()
         if value.nbytes and (place is None or value.source.file_range()[1] != place[1]):
             return None
-        if geometry_of(value) != (entry.dtype, tuple(entry.shape)):
+        if geometry_of(value) != (entry.element_type, entry.shape):
             return None
     return Path(file.path)
 

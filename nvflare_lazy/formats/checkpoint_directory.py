@@ -19,7 +19,7 @@ from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nvflare_lazy.tensors.tensor_entry import TensorEntry
+    from nvflare_lazy.tensors.entry import TensorEntry
 
 # What else a directory may hold that can be opened, but not by naming the directory.
 _OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".tar")

@@ -14,12 +14,12 @@ import torch
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import StorageError, TensorGeometryError, UnsupportedDtypeError, UnsupportedTensorError
-from nvflare_lazy.formats.converted_sources import ByteSwappedSource, ConjugatedSource
 from nvflare_lazy.formats.pickled_tensors import StorageRef, TensorRef, UnsupportedTensor
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.byte_source import FailedSource
+from nvflare_lazy.tensors.converted_sources import ByteSwappedSource, ConjugatedSource
+from nvflare_lazy.tensors.entry import TensorEntry
 from nvflare_lazy.tensors.strided_source import is_contiguous
-from nvflare_lazy.tensors.tensor_entry import TensorEntry
 from nvflare_lazy.tensors.tensor_memory import extent
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class EntryMaker:
             record = TensorRef(record, record.dtype, (numel,), (1,), 0)
         self._check(name, record)
         try:
-            dtypes.by_torch(record.dtype)
+            element_type = dtypes.by_torch(record.dtype)
         except UnsupportedDtypeError:
             return self._failed(name, f"a tensor of {record.dtype}", torch.uint8, record.shape)
         number = record.dtype.itemsize // 2 if record.dtype.is_complex else record.dtype.itemsize
@@ -75,8 +75,8 @@ class EntryMaker:
         source = self._source(name, record.storage, number, flipped)
         if is_contiguous(record.shape, record.strides):
             offset = record.offset if 0 not in record.shape else 0
-            return TensorEntry(source, record.dtype, record.shape, None, offset)
-        return TensorEntry(source, record.dtype, record.shape, record.strides, record.offset)
+            return TensorEntry(source, element_type, record.shape, None, offset)
+        return TensorEntry(source, element_type, record.shape, record.strides, record.offset)
 
     def _failed(self, name: str, kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorEntry:
         self._check_shape(name, shape, dtype)
@@ -84,7 +84,7 @@ class EntryMaker:
             f"{quoted(name)} in {self._data.path} is {kind}, which cannot be read without loading it: "
             "load the checkpoint with torch.load and save it as an ordinary tensor"
         )
-        return TensorEntry(FailedSource(prod(shape) * dtype.itemsize, error), dtype, shape)
+        return TensorEntry(FailedSource(prod(shape) * dtype.itemsize, error), dtypes.by_torch(dtype), shape)
 
     def _source(self, name: str, storage: StorageRef, width: int, flipped: tuple[bool, ...]) -> ByteSource:
         key = (storage, width if self._data.swapped else 1, flipped)

@@ -20,7 +20,7 @@ from nvflare_lazy.tensors.tensor_file import TensorFile
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from nvflare_lazy.tensors.tensor_entry import TensorEntry
+    from nvflare_lazy.tensors.entry import TensorEntry
 
 WEIGHT_MAP = "weight_map"
 # Of a trillion parameters in two hundred thousand tensors it is a fifth of this.

@@ -16,10 +16,10 @@ import torch
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import MetadataMismatchError, UnserializableTensorError, UnsupportedDtypeError
-from nvflare_lazy.formats.converted_sources import CastSource
 from nvflare_lazy.formats.safetensors_layout import StateDictMeta, TensorMeta, in_file_order
 from nvflare_lazy.formats.streaming_writer import StreamingWriter
 from nvflare_lazy.formats.tensor_content import bytes_of, meta_of
+from nvflare_lazy.tensors.converted_sources import CastSource
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 
 if TYPE_CHECKING:

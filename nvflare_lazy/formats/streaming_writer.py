@@ -22,6 +22,7 @@ from nvflare_lazy.formats.publishing import publish_file, publish_shards
 from nvflare_lazy.formats.safetensors_header import encode_header, end_of
 from nvflare_lazy.formats.safetensors_layout import TensorMeta, in_file_order, split_into_shards
 from nvflare_lazy.formats.written_ranges import WrittenRanges
+from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.strided_source import StridedSource
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class StreamingWriter:
             place.file.write_at(view, place.offset + offset)
             self._note(name, place, offset, offset + len(view))
 
-    def copy(self, name: str, source: ByteSource | memoryview, progress: Callable[[int], object] | None = None) -> None:
+    def copy(self, name: str, source: ByteSource, progress: Callable[[int], object] | None = None) -> None:
         """Write a whole tensor from where its bytes are, a tile at a time.
 
         Args:
@@ -130,9 +131,9 @@ class StreamingWriter:
                 if progress is not None:
                     progress(end - begin)
 
-            if isinstance(source, memoryview):
+            if isinstance(source, MemorySource):
                 for begin in range(0, source.nbytes, _MEMORY_PART_BYTES):
-                    part = source[begin : begin + _MEMORY_PART_BYTES]
+                    part = source.view[begin : begin + _MEMORY_PART_BYTES]
                     place.file.write_at(part, place.offset + begin)
                     written(begin, begin + len(part))
             else:

@@ -1,152 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a file will hold of a tensor: its type, its shape as the format counts, and where its bytes come from.
+"""A tensor as a safetensors file holds it: its type, its shape as the format counts elements, and its bytes.
 
-Lazy and ordinary tensors, torch's and NumPy's, strided, byte-swapped or cast: saving knows only this one form of them.
+Used for saving; the conversion of a value is `tensors.entry`'s.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import UnserializableTensorError, UnsupportedDtypeError
-from nvflare_lazy.formats.converted_sources import CastSource, check_cast
+from nvflare_lazy.errors import UnserializableTensorError, UnsupportedDtypeError, UnsupportedTensorError
 from nvflare_lazy.formats.safetensors_layout import TensorMeta
-from nvflare_lazy.formats.safetensors_reader import UntypedEntry
 from nvflare_lazy.tensors import dtypes
-from nvflare_lazy.tensors.byte_source import ByteSource, MemorySource
-from nvflare_lazy.tensors.dtypes import ElementType
-from nvflare_lazy.tensors.lazy_array import LazyArray
-from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.tensors.tensor_entry import TensorEntry
-from nvflare_lazy.tensors.tensor_memory import storage_bytes
+from nvflare_lazy.tensors.converted_sources import CastSource, check_cast
+from nvflare_lazy.tensors.entry import entry_of, geometry_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.tensors.dtypes import ElementType
 
 
 def meta_of(name: str, value: object, *, dtype: torch.dtype | None = None) -> TensorMeta:
-    """Return what a header will say of a tensor.
+    """Return what the header of a file contains about a tensor.
 
     Args:
         name: Its name.
-        value: A `torch.Tensor` or `np.ndarray`, lazy or ordinary, or the recipe of a lazy tensor.
-        dtype: What floating-point tensors are to be cast to.
+        value: A tensor, array or entry, whose bytes are not read.
+        dtype: The type that floating-point tensors are cast to.
     """
-    if isinstance(value, UntypedEntry):
-        if dtype is not None:
-            raise UnsupportedDtypeError(
-                f"tensor {quoted(name)}: torch cannot cast {value.element_type.name} to {dtype}"
-            )
-        return TensorMeta(name, _name_of(value.element_type, name), value.shape)
-    row = _row_of(name, value)
-    if _is_cast(row, dtype):
-        assert row.torch is not None
-        assert dtype is not None
-        try:
-            check_cast(row.torch, dtype)
-        except UnsupportedDtypeError as error:
-            raise UnsupportedDtypeError(f"tensor {quoted(name)}: {error}") from None
-        row = dtypes.by_torch(dtype)
-    shape: tuple[int, ...] = tuple(value.shape)  # type: ignore[attr-defined]
-    return TensorMeta(name, _name_of(row, name), _format_shape(row, shape, name))
-
-
-def bytes_of(name: str, value: object, *, dtype: torch.dtype | None = None) -> ByteSource | memoryview:
-    """Return where the bytes that a file will hold of a tensor come from; those of a lazy one are not touched."""
-    if isinstance(value, UntypedEntry):
-        return value.source
-    if isinstance(value, TensorEntry):
-        value = value.lazy()
-    if isinstance(value, LazyArray) and not value.dtype.isnative:
-        value = value.materialize()
-    source: ByteSource | memoryview
-    if isinstance(value, (LazyTensor, LazyArray)):
-        source = value.source
-    elif isinstance(value, torch.Tensor):
-        source = _tensor_bytes(name, value)
-    else:
-        # NumPy turns arrays without dimensions into scalars at every opportunity.
-        source = _array_bytes(np.asarray(value))
-    row = _row_of(name, value)
-    if _is_cast(row, dtype):
-        assert row.torch is not None
-        assert dtype is not None
-        source = CastSource(source if isinstance(source, ByteSource) else MemorySource(source), row.torch, dtype)
-    return source
-
-
-def _row_of(name: str, value: object) -> ElementType:
     try:
-        if isinstance(value, (torch.Tensor, TensorEntry)):
-            return dtypes.by_torch(value.dtype)
-        if isinstance(value, (np.ndarray, np.generic)):
-            return dtypes.by_numpy(value.dtype)
+        element_type, shape = geometry_of(value)
+        if _is_cast(element_type, dtype):
+            assert dtype is not None
+            check_cast(_torch_type(element_type, dtype), dtype)
+            element_type = dtypes.by_torch(dtype)
     except UnsupportedDtypeError as error:
-        raise UnsupportedDtypeError(f"{quoted(name)}: {error}") from None
-    raise UnserializableTensorError(f"{quoted(name)} is a {type(value).__name__}: only tensors and arrays can be saved")
-
-
-def _is_cast(row: ElementType, dtype: torch.dtype | None) -> bool:
-    return dtype is not None and row.torch is not None and row.torch.is_floating_point and row.torch != dtype
-
-
-def _name_of(row: ElementType, name: str) -> str:
-    if row.name is None:
+        raise UnsupportedDtypeError(f"tensor {quoted(name)}: {error}") from None
+    except UnsupportedTensorError as error:
+        raise UnserializableTensorError(f"{quoted(name)} cannot be saved: {error}") from None
+    if element_type.name is None:
         raise UnsupportedDtypeError(
-            f"tensor {quoted(name)} is {row.torch}, which safetensors files cannot hold: convert it first, "
+            f"tensor {quoted(name)} is {element_type.torch}, which safetensors files cannot hold: convert it first, "
             "for example with .to(torch.complex64)"
         )
-    return row.name
+    if element_type.packed != 1:
+        if not shape:
+            raise UnserializableTensorError(
+                f"tensor {quoted(name)} is a single {element_type.torch}: it holds {element_type.packed} elements"
+            )
+        shape = (*shape[:-1], shape[-1] * element_type.packed)
+    return TensorMeta(name, element_type.name, shape)
 
 
-def _format_shape(row: ElementType, shape: tuple[int, ...], name: str) -> tuple[int, ...]:
-    if row.packed == 1:
-        return shape
-    if not shape:
-        raise UnserializableTensorError(
-            f"tensor {quoted(name)} is a single {row.torch}: it holds {row.packed} elements"
-        )
-    return (*shape[:-1], shape[-1] * row.packed)
-
-
-def _tensor_bytes(name: str, tensor: torch.Tensor) -> ByteSource | memoryview:
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise UnserializableTensorError(
-            f"tensor {quoted(name)} is sparse or quantized: convert it with to_dense() first"
-        )
-    if tensor.device.type == "meta":
-        raise UnserializableTensorError(f"tensor {quoted(name)} is on the meta device: it has no elements")
-    tensor = tensor.detach().cpu()
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return LazyTensor.from_tensor(tensor).source
+def bytes_of(name: str, value: object, *, dtype: torch.dtype | None = None) -> ByteSource:
+    """Return the bytes that a file contains of a tensor, unread."""
     try:
-        has_memory = tensor.numel() == 0 or tensor.data_ptr() != 0
-    except RuntimeError:
-        has_memory = False
-    if not has_memory:
-        raise UnserializableTensorError(f"tensor {quoted(name)} is a {type(tensor).__name__} without memory of its own")
-    return storage_bytes(tensor)
+        entry = entry_of(value)
+    except UnsupportedTensorError as error:
+        raise UnserializableTensorError(f"{quoted(name)} cannot be saved: {error}") from None
+    if not _is_cast(entry.element_type, dtype):
+        return entry.rows()
+    assert dtype is not None
+    return CastSource(entry.rows(), entry.dtype, dtype)
 
 
-def _array_bytes(array: np.ndarray[Any, Any]) -> ByteSource | memoryview:
-    if array.flags.c_contiguous and array.dtype.isnative:
-        return array.reshape(-1).view(np.uint8).data
-    return _GatheredArray(array)
+def _is_cast(element_type: ElementType, dtype: torch.dtype | None) -> bool:
+    known = element_type.torch
+    return dtype is not None and known != dtype and (known is None or known.is_floating_point)
 
 
-class _GatheredArray(ByteSource):
-    """The little-endian, row-major bytes of an array of any strides and byte order, gathered as they are read."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array = array
-        self.nbytes = array.nbytes
-
-    def describe(self) -> str:
-        return "memory"
-
-    def _read_into(self, buffer: memoryview, offset: int) -> None:
-        first, skipped = divmod(offset, self._array.itemsize)
-        stop = -(-(offset + len(buffer)) // self._array.itemsize)
-        part = self._array.flat[first:stop].astype(self._array.dtype.newbyteorder("="))
-        buffer[:] = part.view(np.uint8).data[skipped : skipped + len(buffer)]
+def _torch_type(element_type: ElementType, dtype: torch.dtype) -> torch.dtype:
+    if element_type.torch is None:
+        raise UnsupportedDtypeError(f"torch cannot cast {element_type.name} to {dtype}")
+    return element_type.torch

@@ -119,6 +119,11 @@ class MemorySource(ByteSource):
         self._view = bytes_of(data).toreadonly()
         self.nbytes = len(self._view)
 
+    @property
+    def view(self) -> memoryview:
+        """The bytes, read-only."""
+        return self._view
+
     def _read_into(self, buffer: memoryview, offset: int) -> None:
         buffer[:] = self._view[offset : offset + len(buffer)]
 

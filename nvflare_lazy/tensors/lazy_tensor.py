@@ -120,7 +120,9 @@ class LazyTensor(UndispatchedMethods):
         if isinstance(tensor, LazyTensor):
             return tensor
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
-            raise UnsupportedTensorError("a sparse, quantized, nested or meta tensor has no dense elements to be read")
+            raise UnsupportedTensorError(
+                "a sparse, quantized, nested or meta tensor has no dense elements: convert it with to_dense() first"
+            )
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
         return cls(MemorySource(storage_bytes(tensor)), tensor.dtype, tensor.shape, strides=tensor.stride())
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from nvflare_lazy.errors import SourceReleasedError
 from nvflare_lazy.tensors.byte_source import FailedSource
-from nvflare_lazy.tensors.tensor_entry import TensorEntry
+from nvflare_lazy.tensors.entry import TensorEntry
 from nvflare_lazy.tensors.tensor_file import TemporaryPath
 
 if TYPE_CHECKING:

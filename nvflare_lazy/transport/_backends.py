@@ -16,10 +16,9 @@ import torch
 
 from nvflare_lazy.errors import UnsupportedDtypeError
 from nvflare_lazy.tensors import dtypes
-from nvflare_lazy.tensors.byte_source import MemorySource
+from nvflare_lazy.tensors.entry import array_rows, entry_of
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.tensors.strided_source import StridedSource
 from nvflare_lazy.tensors.tensor_memory import storage_bytes
 
 if TYPE_CHECKING:
@@ -81,17 +80,7 @@ class TorchFamily(Family):
         return value.dtype, tuple(value.shape)
 
     def source(self, value: torch.Tensor) -> ByteSource:
-        if isinstance(value, LazyTensor):
-            return value.source
-        if value.layout is not torch.strided or value.is_quantized:
-            raise UnsupportedDtypeError(
-                f"a {value.layout} tensor of {value.dtype} has no plain elements to send: send value.to_dense(), or "
-                "the tensors it is made of"
-            )
-        plain = value.detach()
-        if plain.device.type == "cpu" and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
-            return MemoryPiece(storage_bytes(plain))
-        return LazyTensor.from_tensor(plain).source
+        return entry_of(value).rows()
 
     def identity(self, value: torch.Tensor) -> object:
         if isinstance(value, LazyTensor):
@@ -132,16 +121,7 @@ class NumpyFamily(Family):
         return value.dtype, tuple(value.shape)
 
     def source(self, value: np.ndarray[Any, Any]) -> ByteSource:
-        if isinstance(value, LazyArray):
-            return value.source
-        if value.flags.c_contiguous or value.nbytes == 0:
-            return MemoryPiece(array_bytes(value))
-        strides = [step // value.itemsize for step in value.strides]
-        if value.ndim and min(strides) >= 0 and all(step % value.itemsize == 0 for step in value.strides):
-            extent = 1 + sum((size - 1) * step for size, step in zip(value.shape, strides, strict=True))
-            flat = np.lib.stride_tricks.as_strided(value, (extent,), (value.itemsize,), writeable=False)
-            return StridedSource(MemorySource(array_bytes(flat)), value.itemsize, value.shape, tuple(strides), 0)
-        return MemorySource(array_bytes(np.ascontiguousarray(value)))
+        return array_rows(value)
 
     def identity(self, value: np.ndarray[Any, Any]) -> object:
         if isinstance(value, LazyArray):
@@ -176,15 +156,6 @@ class NumpyFamily(Family):
 
     def unknown(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
         return np.dtype(np.float32), (1,)
-
-
-class MemoryPiece(MemorySource):
-    """Bytes in memory that can be sent from where they are."""
-
-    @property
-    def view(self) -> memoryview:
-        """The bytes themselves."""
-        return self._view
 
 
 _TORCH_TYPES: dict[str, torch.dtype] = {

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from nvflare.fuel.f3.streaming.download_service import Downloadable, ProduceRC
 
 from nvflare_lazy.errors import PeerLostError, ProtocolError
+from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.transport import _nvflare_private, offload
-from nvflare_lazy.transport._backends import MemoryPiece
 from nvflare_lazy.transport.nvflare_items.format import pack_item
 from nvflare_lazy.transport.segments import manifest as manifests
 from nvflare_lazy.transport.segments import protocol
@@ -217,7 +217,7 @@ class Payload:
 
     def _part(self, name: str, start: int, count: int) -> bytearray | memoryview:
         source = self._source(name)
-        if isinstance(source, MemoryPiece):
+        if isinstance(source, MemorySource):
             return source.view[start : start + count]
         return source.read(start, count)
 

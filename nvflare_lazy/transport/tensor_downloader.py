@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy.errors import NVFlareLazyError
 from nvflare_lazy.scratch import current_job_scratch
+from nvflare_lazy.tensors import dtypes
+from nvflare_lazy.tensors.entry import TensorEntry
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
-from nvflare_lazy.tensors.tensor_entry import TensorEntry
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport._backends import TORCH
 from nvflare_lazy.transport._downloadable import PayloadDownloadable
@@ -75,7 +76,8 @@ class DiskTensorConsumer(DiskConsumer):
     def tensors(self) -> LazyTensorDict:
         """Return what was received; it keeps the directory alive."""
         entries = {
-            name: TensorEntry(source, placed.dtype, placed.shape) for name, (placed, source) in self.sources().items()
+            name: TensorEntry(source, dtypes.by_torch(placed.dtype), placed.shape)
+            for name, (placed, source) in self.sources().items()
         }
         return LazyTensorDict.from_entries(entries, keep_alive=self.lease())
 

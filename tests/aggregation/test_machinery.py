@@ -12,14 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvflare_lazy.aggregation.contributions import Part
 from nvflare_lazy.aggregation.memory import BLOCK, Arena, MemoryPlan, plan_memory
 from nvflare_lazy.aggregation.rules.sorting_network import sorting_network
 from nvflare_lazy.aggregation.vectors import InputVector, OutputVector
 from nvflare_lazy.aggregation.workers import Watch, work_through
 from nvflare_lazy.errors import MemoryBudgetError, TruncatedSourceError
 from nvflare_lazy.formats import StreamingWriter, TensorMeta
-from nvflare_lazy.tensors.byte_source import MemorySource
+from nvflare_lazy.tensors.dtypes import by_torch
+from nvflare_lazy.tensors.entry import TensorEntry, entry_of
 from nvflare_lazy.tensors.tensor_file import open_source
 
 
@@ -74,9 +74,7 @@ class TestArena:
 
 
 def part_of(values, source=None):
-    return Part(
-        values.dtype, tuple(values.shape), source or MemorySource(values.numpy().reshape(-1).view(np.uint8).data)
-    )
+    return entry_of(values) if source is None else entry_of(values).over(source)
 
 
 class TestVectors:
@@ -100,7 +98,7 @@ class TestVectors:
         path = tmp_path / "numbers"
         np.arange(300, dtype=np.int32).tofile(path)
         file = open_source(path)
-        parts = [Part(torch.int32, (100,), file.slice(400 * index, 400)) for index in range(3)]
+        parts = [TensorEntry(file.slice(400 * index, 400), by_torch(torch.int32), (100,)) for index in range(3)]
         vector = InputVector(parts)
         assert len(vector._sources) == 1
         assert len(InputVector(parts[::-1])._sources) == 3

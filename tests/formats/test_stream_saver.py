@@ -224,10 +224,10 @@ def sparse() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("tensors", "options", "error", "message"),
     [
-        ({"x": sparse()}, {}, UnserializableTensorError, "'x' is sparse"),
-        ({"x": torch.empty(3, device="meta")}, {}, UnserializableTensorError, "meta device"),
-        ({"x": [1.0]}, {}, UnserializableTensorError, "'x' is a list: only tensors"),
-        ({"x": 1.0}, {}, UnserializableTensorError, "'x' is a float"),
+        ({"x": sparse()}, {}, UnserializableTensorError, "'x' cannot be saved: a sparse"),
+        ({"x": torch.empty(3, device="meta")}, {}, UnserializableTensorError, "meta tensor"),
+        ({"x": [1.0]}, {}, UnserializableTensorError, "'x' cannot be saved: a list is neither a tensor nor an array"),
+        ({"x": 1.0}, {}, UnserializableTensorError, "'x' cannot be saved: a float"),
         ({"x": torch.ones(2, dtype=torch.complex128)}, {}, UnsupportedDtypeError, "'x' is torch.complex128"),
         ({"x": np.array(["a"])}, {}, UnsupportedDtypeError, "'x'"),
         ({"x": np.array([None])}, {}, UnsupportedDtypeError, "'x'"),

@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 
 import nvflare_lazy
 from nvflare_lazy.errors import SourceReleasedError
+from nvflare_lazy.tensors.dtypes import by_torch
+from nvflare_lazy.tensors.entry import TensorEntry
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
-from nvflare_lazy.tensors.tensor_entry import TensorEntry
 from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
 
 
@@ -39,8 +40,8 @@ def make(tmp_path, keep_alive=None) -> LazyTensorDict:
     torch.arange(20, dtype=torch.float32).numpy().tofile(path)
     file = TensorFile(path)
     entries = {
-        "a": TensorEntry(FileSource(file, 0, 40), torch.float32, (2, 5)),
-        "b": TensorEntry(FileSource(file, 40, 40), torch.float32, (5, 2), (1, 5), 0),
+        "a": TensorEntry(FileSource(file, 0, 40), by_torch(torch.float32), (2, 5)),
+        "b": TensorEntry(FileSource(file, 40, 40), by_torch(torch.float32), (5, 2), (1, 5), 0),
     }
     entries["tied"] = entries["a"]
     return LazyTensorDict.from_entries(entries, metadata={"k": "v"}, extras={"epoch": 3}, keep_alive=keep_alive)
@@ -116,7 +117,7 @@ def test_loads_into_a_module(tmp_path):
 def test_twenty_thousand_entries_cost_nothing(tmp_path):
     """Making and copying a large dictionary makes no tensor."""
     source = FileSource(TensorFile("/dev/null"), 0, 0)
-    entries = {f"{i}": TensorEntry(source, torch.float32, (0,)) for i in range(20_000)}
+    entries = {f"{i}": TensorEntry(source, by_torch(torch.float32), (0,)) for i in range(20_000)}
     made = LazyTensorDict.from_entries(entries)
     assert made.nbytes == 0
     assert all(entry._made is None for entry in made.entries.values())

@@ -18,9 +18,10 @@ import torch
 
 from nvflare_lazy.errors import SourceReleasedError
 from nvflare_lazy.tensors.byte_source import MemorySource
+from nvflare_lazy.tensors.dtypes import by_torch
+from nvflare_lazy.tensors.entry import TensorEntry
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
-from nvflare_lazy.tensors.tensor_entry import TensorEntry
 from nvflare_lazy.tensors.tensor_file import FileSource, TemporaryPath, TensorFile
 
 VALUES = torch.arange(1 << 14, dtype=torch.float32)
@@ -35,7 +36,9 @@ def path(tmp_path):
 def tensors(path, keep_alive=None) -> LazyTensorDict:
     """Twelve overlapping tensors of 32 × 32."""
     file = TensorFile(path)
-    entries = {str(i): TensorEntry(FileSource(file, i * 1024, 4096), torch.float32, (32, 32)) for i in range(12)}
+    entries = {
+        str(i): TensorEntry(FileSource(file, i * 1024, 4096), by_torch(torch.float32), (32, 32)) for i in range(12)
+    }
     return LazyTensorDict.from_entries(entries, keep_alive=keep_alive)
 
 
@@ -186,9 +189,10 @@ def test_interpreter_shutdown(path):
         from nvflare_lazy.tensors.tensor_file import open_source
         from nvflare_lazy.tensors.lazy_tensor import LazyTensor
         from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
-        from nvflare_lazy.tensors.tensor_entry import TensorEntry
+        from nvflare_lazy.tensors.dtypes import by_torch
+        from nvflare_lazy.tensors.entry import TensorEntry
         source = open_source({str(path)!r})
-        made = LazyTensorDict.from_entries({{"a": TensorEntry(source, torch.float32, (16384,))}})
+        made = LazyTensorDict.from_entries({{"a": TensorEntry(source, by_torch(torch.float32), (16384,))}})
         tensor = made["a"]
         tensor.itself, made.itself = tensor, made
         tensor.data_ptr()

@@ -14,7 +14,7 @@ import torch
 from nvflare.fuel.f3.streaming.download_service import DownloadService, DownloadStatus, ProduceRC
 from nvflare.fuel.f3.streaming.obj_downloader import ObjectDownloader
 
-from nvflare_lazy.errors import ProtocolError, TransferAbortedError, UnsupportedDtypeError
+from nvflare_lazy.errors import ProtocolError, TransferAbortedError, UnsupportedDtypeError, UnsupportedTensorError
 from nvflare_lazy.formats.safetensors_header import parse_message
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
@@ -201,7 +201,7 @@ def test_bad_state():
 
 def test_what_cannot_be_sent():
     """Sparse tensors and arrays of objects say so before anything is sent."""
-    with pytest.raises(UnsupportedDtypeError, match="to_dense"):
+    with pytest.raises(UnsupportedTensorError, match="to_dense"):
         Payload({"a": torch.eye(3).to_sparse()}, TORCH).read_item("a", 0, 1)
     with pytest.raises(UnsupportedDtypeError, match="Python objects"):
         _ = Payload({"a": np.array([{}])}, NUMPY).manifest

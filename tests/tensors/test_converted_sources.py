@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvflare_lazy.errors import UnsupportedDtypeError
-from nvflare_lazy.formats import converted_sources
-from nvflare_lazy.formats.converted_sources import ByteSwappedSource, CastSource, ConjugatedSource
+from nvflare_lazy.tensors import converted_sources
 from nvflare_lazy.tensors.byte_source import MemorySource
+from nvflare_lazy.tensors.converted_sources import ByteSwappedSource, CastSource, ConjugatedSource
 from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
 from nvflare_lazy.tensors.tensor_memory import storage_bytes
 from tests.tensors.byte_source_contract import ByteSourceContract
