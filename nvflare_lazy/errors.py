@@ -2,13 +2,12 @@
 """The exceptions of this package, as one tree: a class exists where a caller can act on it.
 
     NVFlareLazyError
-    ├── LazyTensorError                              a lazy tensor or array cannot do what is asked of it
-    │   ├── ImmutableTensorError (RuntimeError)      an in-place write to a lazy tensor or array
-    │   ├── SourceError (OSError)                    the bytes of a tensor cannot be read
-    │   │   ├── TruncatedSourceError                 the file is shorter than when it was opened
-    │   │   ├── SourceReleasedError                  the tensor's scratch was released
-    │   │   └── UnsupportedTensorError               no dense elements: sparse, quantized, meta
-    │   └── UnsupportedDtypeError (TypeError)        a dtype that the target format does not support
+    ├── ImmutableTensorError (RuntimeError)          an in-place write to a lazy tensor or array
+    ├── SourceError (OSError)                        the bytes of a tensor cannot be read
+    │   ├── TruncatedSourceError                     the file is shorter than when it was opened
+    │   ├── SourceReleasedError                      the tensor's scratch was released
+    │   └── UnsupportedTensorError                   no dense elements: sparse, quantized, meta
+    ├── UnsupportedDtypeError (TypeError)            a dtype that the target format does not support
     ├── ScratchError (OSError)                       the scratch directory of a job cannot be used
     │   ├── QuotaExceededError                       more bytes than the job's quota
     │   ├── DiskFullError (SaveError)                no space left, or less than has to stay free
@@ -96,15 +95,11 @@ class NVFlareLazyError(Exception):
     """Base class of the exceptions of this package."""
 
 
-class LazyTensorError(NVFlareLazyError):
-    """A lazy tensor or array cannot do what is asked of it."""
-
-
-class ImmutableTensorError(LazyTensorError, RuntimeError):
+class ImmutableTensorError(NVFlareLazyError, RuntimeError):
     """An in-place write to a lazy tensor: its bytes belong to a file that other tensors read."""
 
 
-class SourceError(LazyTensorError, OSError):
+class SourceError(NVFlareLazyError, OSError):
     """The bytes of a lazy tensor cannot be read."""
 
 
@@ -116,7 +111,7 @@ class SourceReleasedError(SourceError):
     """The tensor's bytes were released, for example by `LazyTensorDict.cleanup()`."""
 
 
-class UnsupportedDtypeError(LazyTensorError, TypeError):
+class UnsupportedDtypeError(NVFlareLazyError, TypeError):
     """A dtype that the target format (NumPy, safetensors) does not support."""
 
 

@@ -109,9 +109,9 @@ class JsonCursor:
             value, _ = _DECODER.raw_decode(match[1])  # ends where the text does, at its only brace
         except RecursionError:
             raise self.fault("lists nested too deep") from None
-        except _DuplicateInObjectError as error:
+        except KeyError as error:  # of `_without_duplicates`
             raise SafetensorsError(
-                "duplicate-key", f"{self._where}: the key {quoted(str(error))} stands twice in one entry"
+                "duplicate-key", f"{self._where}: the key {quoted(error.args[0])} stands twice in one entry"
             ) from None
         except ValueError as error:
             raise self.fault(f"{error}") from None
@@ -176,15 +176,11 @@ class JsonCursor:
         return match.end() if match else self.position
 
 
-class _DuplicateInObjectError(Exception):
-    pass
-
-
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for key, value in pairs:
         if key in made:
-            raise _DuplicateInObjectError(key)
+            raise KeyError(key)
         made[key] = value
     return made
 

@@ -12,7 +12,7 @@ import weakref
 import numpy as np
 import pytest
 
-from nvflare_lazy.errors import LazyTensorError, SourceError, SourceReleasedError, TruncatedSourceError
+from nvflare_lazy.errors import NVFlareLazyError, SourceError, SourceReleasedError, TruncatedSourceError
 from nvflare_lazy.tensors import tensor_file
 from nvflare_lazy.tensors.byte_source import FailedSource, MemorySource, SourceSlice
 from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile, open_source
@@ -111,7 +111,7 @@ def test_kernel_errors_are_ours(tmp_path, monkeypatch):
     with pytest.raises(SourceError, match="Input/output error") as caught:
         source.read()
     assert isinstance(caught.value, OSError)
-    assert isinstance(caught.value, LazyTensorError)
+    assert isinstance(caught.value, NVFlareLazyError)
 
 
 def test_closed_file_raises(tmp_path):
