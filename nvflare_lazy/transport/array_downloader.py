@@ -72,12 +72,11 @@ class DiskArrayConsumer(DiskConsumer):
 
     def arrays(self) -> dict[str, LazyArray]:
         """Return what was received; the arrays keep the directory alive."""
-        received = self.sources()
-        files = {source.file() for _, source in received.values()}
-        for file in files:
+        owner = self.owner()
+        for file in {source.file() for source, _, _ in self.received.values()}:
             if file is not None:
-                file.own(self.lease())
-        return {name: LazyArray(source, placed.dtype, placed.shape) for name, (placed, source) in received.items()}
+                file.own(owner)
+        return {name: LazyArray(*received) for name, received in self.received.items()}
 
 
 def add_arrays(downloader: Any, arrays: Mapping[str, np.ndarray[Any, Any]], max_chunk_size: int = _TWO_MB) -> str:

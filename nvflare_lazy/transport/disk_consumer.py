@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receives a payload into files, from which its tensors are read when somebody looks at them."""
+"""Receives a payload into files, from which its tensors are read on use."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.nvflare_items.format import unpack_item
 from nvflare_lazy.transport.plain_folder import PlainFolder
 from nvflare_lazy.transport.receive import PayloadConsumer
-from nvflare_lazy.transport.shards import ExactShards, Folder, Placed, RollingShards, open_placed
+from nvflare_lazy.transport.shards import AppendingShards, Folder, PreallocatedShards, ReceivedTensor
 
 if TYPE_CHECKING:
-    from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.transport._backends import Family
     from nvflare_lazy.transport.segments.manifest import Manifest
 
@@ -34,9 +33,8 @@ class DiskConsumer(PayloadConsumer):
         super().__init__(family)
         self.folder: Folder = PlainFolder(place) if isinstance(place, (str, os.PathLike)) else place
         self._lock = threading.Lock()
-        self._rolling: RollingShards | None = None
-        self._exact: ExactShards | None = None
-        self._placed: dict[str, Placed] = {}
+        self._shards: AppendingShards | PreallocatedShards | None = None
+        self._received: dict[str, ReceivedTensor] = {}
         self._cleaned = False
         self._downloads = offload.runtime.downloads
         self._downloads.add(self)
@@ -53,21 +51,22 @@ class DiskConsumer(PayloadConsumer):
         with self._lock:
             if self._cleaned:
                 raise TransferAbortedError(f"the download from {self._peer} was called off")
-            if self._rolling is None:
-                self._rolling = RollingShards(self.family, self.folder)
+            if self._shards is None:
+                self._shards = AppendingShards(self.family, self.folder)
+            assert isinstance(self._shards, AppendingShards)
             for item in items:
                 for name, dtype, shape, data in unpack_item(self.family, item, self._peer):
-                    placed = self._rolling.append(name, dtype, shape, data)
-                    result[name] = (placed.path, placed.name)
+                    self._shards.append(name, dtype, shape, data)
+                    result[name] = self._shards.locations[name]
         return result
 
-    def open_sink(self, manifest: Manifest) -> ExactShards:
+    def open_sink(self, manifest: Manifest) -> PreallocatedShards:
         """Write these values."""
         with self._lock:
             if self._cleaned:
                 raise TransferAbortedError(f"the download from {self._peer} was called off")
-            self._exact = ExactShards(manifest, self.family, self.folder)
-            return self._exact
+            self._shards = PreallocatedShards(manifest, self.family, self.folder)
+            return self._shards
 
     def finish(self) -> None:
         """Complete the files."""
@@ -75,11 +74,11 @@ class DiskConsumer(PayloadConsumer):
             self._finish_files()
 
     def _finish_files(self) -> None:
-        if self._exact is not None:
-            self._placed, self._exact = self._exact.finish(), None
-            self.result = {name: (placed.path, placed.name) for name, placed in self._placed.items()}
-        elif self._rolling is not None:
-            self._placed, self._rolling = self._rolling.finish(), None
+        if self._shards is not None:
+            self._received = self._shards.finish()
+            if isinstance(self._shards, PreallocatedShards):
+                self.result = self._shards.locations
+            self._shards = None
         self.result = {} if self.result is None else self.result
 
     def release(self) -> None:
@@ -92,13 +91,13 @@ class DiskConsumer(PayloadConsumer):
                 self._cleaned = True
         self._downloads.discard(self)
 
-    def sources(self) -> dict[str, tuple[Placed, ByteSource]]:
-        """Open the files and return what was received by name, and its bytes."""
-        sources = open_placed(self._placed)
-        return {name: (placed, sources[name]) for name, placed in self._placed.items()}
+    @property
+    def received(self) -> dict[str, ReceivedTensor]:
+        """The tensors or arrays by name, once the files are complete."""
+        return self._received
 
-    def lease(self) -> object:
-        """Return what the tensors have to keep alive, and what removes the directory when it dies."""
+    def owner(self) -> object:
+        """Return what removes the directory with its last reference; the tensors have to keep it alive."""
         return TemporaryPath(self.folder.path) if isinstance(self.folder, PlainFolder) else self.folder
 
     def discard(self) -> None:
@@ -112,14 +111,13 @@ class DiskConsumer(PayloadConsumer):
             if self._cleaned:
                 return
             self._cleaned = True
-            rolling, self._rolling = self._rolling, None
-            exact, self._exact = self._exact, None
+            shards, self._shards = self._shards, None
+            self._received = {}
         self._downloads.discard(self)
         # First the directory: it turns away writers that are under way.
         self.folder.release()
-        for shards in (rolling, exact):
-            if shards is not None:
-                shards.close()
+        if shards is not None:
+            shards.close()
 
     def is_under(self, root: str | os.PathLike[str]) -> bool:
         """Whether the files are below a directory."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where received tensors are put on disk: few safetensors files, each valid on its own, whatever arrives how.
+"""Received tensors on disk: a few safetensors files, each valid on its own.
 
-If the sender told all shapes beforehand the headers are exact and segments are written where they belong, in any
-order. If tensors come one by one a shard keeps room for its header, and the next shard keeps more.
+If the sender lists all shapes first, the headers are exact and segments are written in any order. If tensors arrive one
+by one, each shard reserves room for its header, and the next shard reserves more.
 """
 
 from __future__ import annotations
@@ -15,24 +15,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from nvflare_lazy.errors import ProtocolError
 from nvflare_lazy.formats.safetensors_header import encode_header
-from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
+from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from pathlib import Path
 
+    from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.tensors.tensor_file import TensorFile
     from nvflare_lazy.transport._backends import Family
     from nvflare_lazy.transport.segments.manifest import Item, Manifest
 
 # A header of this many names takes some six megabytes.
-_MOST_NAMES_A_FILE = 65_536
+_MAX_NAMES_PER_FILE = 65_536
 # Room for some seven hundred names; each further shard has four times as much, so that 20,000 need four shards.
 _FIRST_HEADER_ROOM = 64 << 10
-_MOST_HEADER_ROOM = 4 << 20
+_MAX_HEADER_ROOM = 4 << 20
 _HEADER_ENTRY_BYTES = 160
 
 
 class WritableFile(Protocol):
     """A new file, written from many threads."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
 
     def pwrite(self, buffer: Any, offset: int) -> int:
         """Write all of a buffer at an offset."""
@@ -48,7 +54,7 @@ class WritableFile(Protocol):
 
 
 class Folder(Protocol):
-    """Where the files of one download go; the tensors read from them keep it alive."""
+    """The directory of one download; the tensors read from its files keep it alive."""
 
     def new_file(self, suffix: str = ".safetensors") -> WritableFile:
         """Create a file; its name is never taken from outside."""
@@ -57,28 +63,38 @@ class Folder(Protocol):
         """Remove everything in it, at once."""
 
 
-class Placed(NamedTuple):
-    """A tensor that was written: what it is, and where."""
+class ReceivedTensor(NamedTuple):
+    """A tensor or array that was received into a file.
 
-    path: str
-    name: str
+    It is not a `TensorEntry`: arrays may have types that torch does not have, such as datetime64.
+
+    Attributes:
+        source: Its bytes.
+        dtype: Its dtype, of torch or of NumPy.
+        shape: Its shape.
+    """
+
+    source: ByteSource
     dtype: Any
     shape: tuple[int, ...]
-    offset: int
-    nbytes: int
 
 
-class ExactShards:
-    """Files for tensors whose names and shapes are known: bytes may come in any order and from many threads."""
+class PreallocatedShards:
+    """Files for tensors of known names and shapes: bytes may arrive in any order and from many threads.
+
+    Attributes:
+        locations: For each name, the path of its file and its name there. Complete after `finish()`.
+    """
 
     def __init__(self, manifest: Manifest, family: Family, folder: Folder) -> None:
+        self.locations: dict[str, tuple[str, str]] = {}
         self._manifest = manifest
         self._files: list[WritableFile] = []
         self._starts: list[int] = []  # where each file's data begins in the run of all bytes
         self._data_at: list[int] = []  # where it begins in the file
         owners = manifest.owners()
         try:
-            while group := list(islice(owners, _MOST_NAMES_A_FILE)):
+            while group := list(islice(owners, _MAX_NAMES_PER_FILE)):
                 self._add_file(group, family, folder)
         except BaseException:
             self.close()
@@ -107,66 +123,70 @@ class ExactShards:
                 self._files[index].pwrite(part, self._data_at[index] + offset - self._starts[index])
             data, offset, index = data[len(part) :], offset + len(part), index + 1
 
-    def finish(self) -> dict[str, Placed]:
-        """Close the files and say where each tensor is."""
-        paths = [file.finish().path for file in self._files]
+    def finish(self) -> dict[str, ReceivedTensor]:
+        """Complete the files and return the tensors by name."""
+        files = [file.finish() for file in self._files]
         names: dict[int, str] = {}
-        placed = {}
+        received = {}
         for item in self._manifest.items:
             index = max(bisect_right(self._starts, item.offset) - 1, 0)
             if not item.alias:
                 names[item.offset] = item.name
             at = self._data_at[index] + item.offset - self._starts[index]
-            name = names[item.offset] if item.alias else item.name
-            placed[item.name] = Placed(paths[index], name, item.dtype, item.shape, at, item.nbytes)
-        return placed
+            received[item.name] = ReceivedTensor(FileSource(files[index], at, item.nbytes), item.dtype, item.shape)
+            self.locations[item.name] = files[index].path, names[item.offset] if item.alias else item.name
+        return received
 
     def close(self) -> None:
-        """Close the files without finishing them."""
+        """Close the files without completing them."""
         for file in self._files:
             file.close()
 
 
-class RollingShards:
-    """Files for tensors that come one by one, each whole, nobody knows how many."""
+class AppendingShards:
+    """Files for tensors that arrive one by one, each whole, in unknown number.
+
+    Attributes:
+        locations: For each name, the path of its file and its name there.
+    """
 
     def __init__(self, family: Family, folder: Folder) -> None:
+        self.locations: dict[str, tuple[str, str]] = {}
         self._family = family
         self._folder = folder
         self._lock = threading.Lock()
         self._shard: _OpenShard | None = None
         self._room = _FIRST_HEADER_ROOM
-        self.placed: dict[str, Placed] = {}
+        self._received: dict[str, ReceivedTensor] = {}
 
-    def append(self, name: str, dtype: Any, shape: tuple[int, ...], data: memoryview) -> Placed:
+    def append(self, name: str, dtype: Any, shape: tuple[int, ...], data: memoryview) -> None:
         """Write one tensor.
 
         Raises:
             ProtocolError: If there was one of that name already.
         """
         with self._lock:
-            if name in self.placed:
+            if name in self.locations:
                 raise ProtocolError(f"the tensor {name!r} came twice; the sender has to send each once")
             header_bytes = _HEADER_ENTRY_BYTES + 6 * len(name) + 20 * len(shape)
             if self._shard is None or not self._shard.has_room(header_bytes):
                 if self._shard is not None:
-                    self._shard.finish()
-                    self._room = min(4 * self._room, _MOST_HEADER_ROOM)
+                    self._received.update(self._shard.finish())
+                    self._room = min(4 * self._room, _MAX_HEADER_ROOM)
                 self._shard = _OpenShard(self._folder.new_file(), max(self._room, 2 * header_bytes))
-            placed = self._shard.append(self._family, name, dtype, shape, data, header_bytes)
-            self.placed[name] = placed
-            return placed
+            self._shard.append(self._family, name, dtype, shape, data, header_bytes)
+            self.locations[name] = str(self._shard.file.path), name
 
-    def finish(self) -> dict[str, Placed]:
-        """Complete the last file and say where each tensor is."""
+    def finish(self) -> dict[str, ReceivedTensor]:
+        """Complete the last file and return the tensors by name."""
         with self._lock:
             if self._shard is not None:
-                self._shard.finish()
+                self._received.update(self._shard.finish())
                 self._shard = None
-            return self.placed
+            return self._received
 
     def close(self) -> None:
-        """Close the last file without finishing it."""
+        """Close the last file without completing it."""
         with self._lock:
             if self._shard is not None:
                 self._shard.file.close()
@@ -178,40 +198,31 @@ class _OpenShard:
         self.file = file
         self._room = room
         self._taken = 0
-        self._end = 0
-        self._entries: list[tuple[str, str, tuple[int, ...]]] = []
-        self._path = str(getattr(file, "path", ""))
+        self._end = room
+        self._header: list[tuple[str, str, tuple[int, ...]]] = []
+        self._tensors: list[tuple[str, Any, tuple[int, ...], int, int]] = []
 
     def has_room(self, header_bytes: int) -> bool:
         return self._taken + header_bytes + 64 <= self._room
 
     def append(
         self, family: Family, name: str, dtype: Any, shape: tuple[int, ...], data: memoryview, header_bytes: int
-    ) -> Placed:
-        at = self._room + self._end
+    ) -> None:
         if len(data):
-            self.file.pwrite(data, at)
-        self._entries.append((name, *_in_format(family, dtype, shape, len(data))))
+            self.file.pwrite(data, self._end)
+        self._header.append((name, *_in_format(family, dtype, shape, len(data))))
+        self._tensors.append((name, dtype, shape, self._end, len(data)))
         self._end += len(data)
         self._taken += header_bytes
-        return Placed(self._path, name, dtype, shape, at, len(data))
 
-    def finish(self) -> None:
-        header, _ = encode_header(self._entries, where="the received tensors", room=self._room)
+    def finish(self) -> dict[str, ReceivedTensor]:
+        header, _ = encode_header(self._header, where="the received tensors", room=self._room)
         self.file.pwrite(header, 0)
-        self.file.finish()
-
-
-def open_placed(placed: Mapping[str, Placed]) -> dict[str, FileSource]:
-    """Open the files and return the bytes of each tensor."""
-    files: dict[str, TensorFile] = {}
-    sources = {}
-    for name, place in placed.items():
-        file = files.get(place.path)
-        if file is None:
-            files[place.path] = file = TensorFile(place.path)
-        sources[name] = FileSource(file, place.offset, place.nbytes)
-    return sources
+        file = self.file.finish()
+        return {
+            name: ReceivedTensor(FileSource(file, at, nbytes), dtype, shape)
+            for name, dtype, shape, at, nbytes in self._tensors
+        }
 
 
 def _in_format(family: Family, dtype: Any, shape: tuple[int, ...], nbytes: int) -> tuple[str, tuple[int, ...]]:

@@ -76,10 +76,10 @@ class DiskTensorConsumer(DiskConsumer):
     def tensors(self) -> LazyTensorDict:
         """Return what was received; it keeps the directory alive."""
         entries = {
-            name: TensorEntry(source, dtypes.by_torch(placed.dtype), placed.shape)
-            for name, (placed, source) in self.sources().items()
+            name: TensorEntry(source, dtypes.by_torch(dtype), shape)
+            for name, (source, dtype, shape) in self.received.items()
         }
-        return LazyTensorDict.from_entries(entries, keep_alive=self.lease())
+        return LazyTensorDict.from_entries(entries, keep_alive=self.owner())
 
 
 def add_tensors(downloader: Any, tensors: Mapping[str, torch.Tensor], max_chunk_size: int = _TWO_MB) -> str:

@@ -383,15 +383,15 @@ def broadcast_model(state: State, targets: list[str]) -> set[str]:
 
 def slow_down(state: State, seconds: float) -> None:
     """Let each write of what is received take this much longer."""
-    from nvflare_lazy.transport.shards import ExactShards
+    from nvflare_lazy.transport.shards import PreallocatedShards
 
-    write = state.kept.setdefault("write", ExactShards.write)
+    write = state.kept.setdefault("write", PreallocatedShards.write)
 
-    def slow(self: ExactShards, offset: int, data: memoryview) -> None:
+    def slow(self: PreallocatedShards, offset: int, data: memoryview) -> None:
         time.sleep(seconds)
         write(self, offset, data)
 
-    ExactShards.write = slow if seconds else write
+    PreallocatedShards.write = slow if seconds else write
 
 
 def limit_under_way(state: State, nbytes: int) -> None:

@@ -16,6 +16,7 @@ from nvflare.fuel.f3.streaming.obj_downloader import ObjectDownloader
 
 from nvflare_lazy.errors import ProtocolError, TransferAbortedError, UnsupportedDtypeError, UnsupportedTensorError
 from nvflare_lazy.formats.safetensors_header import parse_message
+from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
@@ -122,6 +123,21 @@ def test_last_tensor_frees_the_directory(tmp_path, no_gc):
     assert torch.equal(kept, torch.ones(3))
     del kept
     assert not tmp_path.exists()
+
+
+def test_files_are_recycled_once_their_tensors_are_gone(tmp_path, no_gc):
+    """No received file stays open after its last tensor: otherwise none would be written over in the next round."""
+    with JobScratch.open(tmp_path / "scratch", job="job", min_free=0, warn=False) as job:
+        consumer = DiskTensorConsumer(job.download())
+        consumer.consume_items([item(a=torch.ones(1 << 19))], None)
+        consumer.release()
+        tensors = consumer.tensors()
+        kept = tensors["a"][:2]
+        del consumer, tensors
+        assert torch.equal(kept, torch.ones(2))
+        assert not (job.path / "spare").exists()
+        del kept
+        assert len(list((job.path / "spare").iterdir())) == 1
 
 
 # ---- to memory, by items -------------------------------------------------------------------------------------------
@@ -263,7 +279,7 @@ def test_sent_from_where_it_is():
 @pytest.mark.parametrize("family", [TORCH, NUMPY], ids=["torch", "numpy"])
 def test_sinks_take_any_order(tmp_path, family, monkeypatch):
     """Segments in any order, cut anywhere, make the same values in memory and on disk, over several files."""
-    monkeypatch.setattr(shards, "_MOST_NAMES_A_FILE", 3)
+    monkeypatch.setattr(shards, "_MAX_NAMES_PER_FILE", 3)
     random = np.random.default_rng(3)
     values = {
         f"T{i}": torch.from_numpy(random.standard_normal(int(n))) for i, n in enumerate([5, 0, 900, 1, 0, 33, 7, 0])
@@ -275,7 +291,7 @@ def test_sinks_take_any_order(tmp_path, family, monkeypatch):
     manifest = manifests.decode(payload.encoded_manifest, family, "site-1")
     delivered = {}
     memory = MemorySink(manifest, family, delivered.__setitem__)
-    disk = shards.ExactShards(manifest, family, PlainFolder(tmp_path))
+    disk = shards.PreallocatedShards(manifest, family, PlainFolder(tmp_path))
     starts = list(range(0, manifest.nbytes, 1000))
     random.shuffle(starts)
     for start in starts:
@@ -283,12 +299,11 @@ def test_sinks_take_any_order(tmp_path, family, monkeypatch):
         memory.write(start, data)
         disk.write(start, data)
     memory.finish()
-    placed = disk.finish()
+    received = disk.finish()
     assert len(list(tmp_path.iterdir())) == 3
-    sources = shards.open_placed(placed)
     for name, value in values.items():
         assert np.array_equal(np.asarray(delivered[name]), np.asarray(value))
-        assert bytes(sources[name].read()) == np.ascontiguousarray(value).tobytes()
+        assert bytes(received[name].source.read()) == np.ascontiguousarray(value).tobytes()
     assert delivered["T8"] is not delivered["T2"]
     for file in tmp_path.iterdir():
         assert parse_message(file.read_bytes(), str(file)).tensors
