@@ -13,9 +13,9 @@ from nvflare_lazy.scratch import current_job_scratch
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport._backends import NUMPY
+from nvflare_lazy.transport._disk_consumer import DiskConsumer
 from nvflare_lazy.transport._downloadable import PayloadDownloadable
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
-from nvflare_lazy.transport.disk_consumer import DiskConsumer
 from nvflare_lazy.transport.receive import receive
 from nvflare_lazy.transport.segments.client import Link
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from nvflare_lazy.scratch import DownloadScratch
-    from nvflare_lazy.transport.shards import Folder
+    from nvflare_lazy.transport._received_files import ReceiveDirectory
 
 _TWO_MB = 2 * 1024 * 1024
 
@@ -67,7 +67,7 @@ class DiskArrayConsumer(DiskConsumer):
         temp_dir: A directory that the caller made, or a leased directory of the job's scratch.
     """
 
-    def __init__(self, temp_dir: str | os.PathLike[str] | Folder) -> None:
+    def __init__(self, temp_dir: str | os.PathLike[str] | ReceiveDirectory) -> None:
         super().__init__(NUMPY, temp_dir)
 
     def arrays(self) -> dict[str, LazyArray]:
@@ -125,7 +125,7 @@ def download_arrays_to_disk(
 
 def receive_to_disk(
     link: Link,
-    place: DownloadScratch | Folder | str,
+    place: DownloadScratch | ReceiveDirectory | str,
     progress_cb: Callable[..., None] | None = None,
 ) -> dict[str, LazyArray]:
     """Download arrays into a directory that nothing is left of if it fails.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nvflare_lazy.scratch import JobScratch
-    from nvflare_lazy.transport.disk_consumer import DiskConsumer
+    from nvflare_lazy.transport._disk_consumer import DiskConsumer
 
 
 class ReceiveMode(NamedTuple):

@@ -16,9 +16,9 @@ from nvflare_lazy.tensors.entry import TensorEntry
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport._backends import TORCH
+from nvflare_lazy.transport._disk_consumer import DiskConsumer, cleanup_active_disk_tensor_downloads
 from nvflare_lazy.transport._downloadable import PayloadDownloadable
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
-from nvflare_lazy.transport.disk_consumer import DiskConsumer, cleanup_active_disk_tensor_downloads
 from nvflare_lazy.transport.receive import receive
 from nvflare_lazy.transport.segments.client import Link
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from nvflare_lazy.scratch import DownloadScratch
-    from nvflare_lazy.transport.shards import Folder
+    from nvflare_lazy.transport._received_files import ReceiveDirectory
 
 _TWO_MB = 2 * 1024 * 1024
 
@@ -70,7 +70,7 @@ class DiskTensorConsumer(DiskConsumer):
         temp_dir: A directory that the caller made, or a leased directory of the job's scratch.
     """
 
-    def __init__(self, temp_dir: str | os.PathLike[str] | Folder) -> None:
+    def __init__(self, temp_dir: str | os.PathLike[str] | ReceiveDirectory) -> None:
         super().__init__(TORCH, temp_dir)
 
     def tensors(self) -> LazyTensorDict:
@@ -171,7 +171,7 @@ def download_tensors_to_disk(
 
 def receive_to_disk(
     link: Link,
-    place: DownloadScratch | Folder | str,
+    place: DownloadScratch | ReceiveDirectory | str,
     progress_cb: Callable[..., None] | None = None,
 ) -> LazyTensorDict:
     """Download tensors into a directory that nothing is left of if it fails.

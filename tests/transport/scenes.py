@@ -383,7 +383,7 @@ def broadcast_model(state: State, targets: list[str]) -> set[str]:
 
 def slow_down(state: State, seconds: float) -> None:
     """Let each write of what is received take this much longer."""
-    from nvflare_lazy.transport.shards import PreallocatedShards
+    from nvflare_lazy.transport._received_files import PreallocatedShards
 
     write = state.kept.setdefault("write", PreallocatedShards.write)
 

@@ -20,12 +20,12 @@ from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
-from nvflare_lazy.transport import shards
+from nvflare_lazy.transport import _received_files as shards
 from nvflare_lazy.transport._backends import NUMPY, TORCH
+from nvflare_lazy.transport._disk_consumer import UnmanagedDirectory
 from nvflare_lazy.transport._downloadable import Payload
 from nvflare_lazy.transport._memory_consumer import MemorySink
 from nvflare_lazy.transport.array_downloader import ArrayConsumer, ArrayDownloadable, DiskArrayConsumer
-from nvflare_lazy.transport.plain_folder import PlainFolder
 from nvflare_lazy.transport.segments import manifest as manifests
 from nvflare_lazy.transport.tensor_downloader import (
     DiskTensorConsumer,
@@ -291,7 +291,7 @@ def test_sinks_take_any_order(tmp_path, family, monkeypatch):
     manifest = manifests.decode(payload.encoded_manifest, family, "site-1")
     delivered = {}
     memory = MemorySink(manifest, family, delivered.__setitem__)
-    disk = shards.PreallocatedShards(manifest, family, PlainFolder(tmp_path))
+    disk = shards.PreallocatedShards(manifest, family, UnmanagedDirectory(tmp_path))
     starts = list(range(0, manifest.nbytes, 1000))
     random.shuffle(starts)
     for start in starts:

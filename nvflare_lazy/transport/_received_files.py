@@ -53,7 +53,7 @@ class WritableFile(Protocol):
         """Close the file whatever is in it."""
 
 
-class Folder(Protocol):
+class ReceiveDirectory(Protocol):
     """The directory of one download; the tensors read from its files keep it alive."""
 
     def new_file(self, suffix: str = ".safetensors") -> WritableFile:
@@ -86,7 +86,7 @@ class PreallocatedShards:
         locations: For each name, the path of its file and its name there. Complete after `finish()`.
     """
 
-    def __init__(self, manifest: Manifest, family: Family, folder: Folder) -> None:
+    def __init__(self, manifest: Manifest, family: Family, directory: ReceiveDirectory) -> None:
         self.locations: dict[str, tuple[str, str]] = {}
         self._manifest = manifest
         self._files: list[WritableFile] = []
@@ -95,18 +95,18 @@ class PreallocatedShards:
         owners = manifest.owners()
         try:
             while group := list(islice(owners, _MAX_NAMES_PER_FILE)):
-                self._add_file(group, family, folder)
+                self._add_file(group, family, directory)
         except BaseException:
             self.close()
             raise
 
-    def _add_file(self, group: list[Item], family: Family, folder: Folder) -> None:
+    def _add_file(self, group: list[Item], family: Family, directory: ReceiveDirectory) -> None:
         start = group[0].offset
         header, _ = encode_header(
             ((item.name, *_in_format(family, item.dtype, item.shape, item.nbytes)) for item in group),
             where="the received tensors",
         )
-        file = folder.new_file()
+        file = directory.new_file()
         self._files.append(file)
         self._starts.append(start)
         self._data_at.append(len(header))
@@ -150,10 +150,10 @@ class AppendingShards:
         locations: For each name, the path of its file and its name there.
     """
 
-    def __init__(self, family: Family, folder: Folder) -> None:
+    def __init__(self, family: Family, directory: ReceiveDirectory) -> None:
         self.locations: dict[str, tuple[str, str]] = {}
         self._family = family
-        self._folder = folder
+        self._folder = directory
         self._lock = threading.Lock()
         self._shard: _OpenShard | None = None
         self._room = _FIRST_HEADER_ROOM

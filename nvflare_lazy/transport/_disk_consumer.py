@@ -4,21 +4,79 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy.errors import TransferAbortedError
-from nvflare_lazy.tensors.tensor_file import TemporaryPath
+from nvflare_lazy.tensors.tensor_file import TemporaryPath, TensorFile
 from nvflare_lazy.transport import offload
+from nvflare_lazy.transport._received_files import AppendingShards, PreallocatedShards, ReceiveDirectory, ReceivedTensor
 from nvflare_lazy.transport.nvflare_items.format import unpack_item
-from nvflare_lazy.transport.plain_folder import PlainFolder
 from nvflare_lazy.transport.receive import PayloadConsumer
-from nvflare_lazy.transport.shards import AppendingShards, Folder, PreallocatedShards, ReceivedTensor
 
 if TYPE_CHECKING:
     from nvflare_lazy.transport._backends import Family
     from nvflare_lazy.transport.segments.manifest import Manifest
+
+
+class UnmanagedDirectory:
+    """The files of one download, in a directory that the caller made: without lease, quota or guard.
+
+    For callers that use the consumers on their own, as they use NVFlare's; a job's downloads go to leased scratch.
+
+    Args:
+        path: The directory; `release()` removes it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._count = 0
+
+    def new_file(self, suffix: str = ".safetensors") -> UnmanagedFile:
+        """Create a file in the directory."""
+        self._count += 1
+        return UnmanagedFile(self.path / f"received-{self._count:05}{suffix}")
+
+    def release(self) -> None:
+        """Remove the directory."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class UnmanagedFile:
+    """A new file, written at offsets.
+
+    Args:
+        path: Where; it must not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def pwrite(self, buffer: Any, offset: int) -> int:
+        """Write all of a buffer at an offset."""
+        view = memoryview(buffer).cast("B")
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self._fd, view[done:], offset + done)
+        return done
+
+    def preallocate(self, nbytes: int) -> None:
+        """Give the file its length."""
+        os.truncate(self._fd, nbytes)
+
+    def finish(self) -> TensorFile:
+        """Close the file and return it open for reading."""
+        self.close()
+        return TensorFile(self.path)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 class DiskConsumer(PayloadConsumer):
@@ -29,9 +87,9 @@ class DiskConsumer(PayloadConsumer):
         place: A leased directory of the job's scratch, or the path of a directory that the caller made.
     """
 
-    def __init__(self, family: Family, place: Folder | str | os.PathLike[str]) -> None:
+    def __init__(self, family: Family, place: ReceiveDirectory | str | os.PathLike[str]) -> None:
         super().__init__(family)
-        self.folder: Folder = PlainFolder(place) if isinstance(place, (str, os.PathLike)) else place
+        self.directory: ReceiveDirectory = UnmanagedDirectory(place) if isinstance(place, (str, os.PathLike)) else place
         self._lock = threading.Lock()
         self._shards: AppendingShards | PreallocatedShards | None = None
         self._received: dict[str, ReceivedTensor] = {}
@@ -52,7 +110,7 @@ class DiskConsumer(PayloadConsumer):
             if self._cleaned:
                 raise TransferAbortedError(f"the download from {self._peer} was called off")
             if self._shards is None:
-                self._shards = AppendingShards(self.family, self.folder)
+                self._shards = AppendingShards(self.family, self.directory)
             assert isinstance(self._shards, AppendingShards)
             for item in items:
                 for name, dtype, shape, data in unpack_item(self.family, item, self._peer):
@@ -65,7 +123,7 @@ class DiskConsumer(PayloadConsumer):
         with self._lock:
             if self._cleaned:
                 raise TransferAbortedError(f"the download from {self._peer} was called off")
-            self._shards = PreallocatedShards(manifest, self.family, self.folder)
+            self._shards = PreallocatedShards(manifest, self.family, self.directory)
             return self._shards
 
     def finish(self) -> None:
@@ -98,7 +156,7 @@ class DiskConsumer(PayloadConsumer):
 
     def owner(self) -> object:
         """Return what removes the directory with its last reference; the tensors have to keep it alive."""
-        return TemporaryPath(self.folder.path) if isinstance(self.folder, PlainFolder) else self.folder
+        return TemporaryPath(self.directory.path) if isinstance(self.directory, UnmanagedDirectory) else self.directory
 
     def discard(self) -> None:
         """Remove what has come so far."""
@@ -115,13 +173,13 @@ class DiskConsumer(PayloadConsumer):
             self._received = {}
         self._downloads.discard(self)
         # First the directory: it turns away writers that are under way.
-        self.folder.release()
+        self.directory.release()
         if shards is not None:
             shards.close()
 
     def is_under(self, root: str | os.PathLike[str]) -> bool:
         """Whether the files are below a directory."""
-        path = getattr(self.folder, "path", None)
+        path = getattr(self.directory, "path", None)
         return path is not None and Path(root).resolve() in [Path(path).resolve(), *Path(path).resolve().parents]
 
 
