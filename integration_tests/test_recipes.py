@@ -60,7 +60,7 @@ ARGUMENTS = {"train_script": str(HELLO / "train.py"), "num_rounds": 3}
 
 def test_fedavg_learns_and_selects_the_best_model(run, net):
     """The drop-in learns; the best model is the best there was, and the PyTorch file fits the plain class."""
-    recipe = FedAvgRecipe(name="avg", model=net.Net(16), min_clients=2, pytorch_file=True, keep=3, **ARGUMENTS)
+    recipe = FedAvgRecipe(name="avg", model=net.Net(16), min_clients=2, save_pytorch=True, keep_rounds=3, **ARGUMENTS)
     app = run(recipe)
     assert accuracy(net, app / "FL_global_model.safetensors") > 0.9
     # The clients evaluate what they receive: all but the last model.
@@ -78,7 +78,7 @@ def test_a_robust_rule_stands_a_client_that_the_mean_does_not(run, net):
     """With one client of four that sends nonsense, the mean is ruined and the trimmed mean learns."""
     arguments = {**ARGUMENTS, "model": net.Net(16), "min_clients": 4, "train_args": "--poison site-4"}
     mean = run(FedAvgRecipe(name="mean", **arguments), clients=4)
-    trimmed = run(FedAvgRecipe(name="trimmed", aggregation="trimmed_mean", **arguments), clients=4)
+    trimmed = run(FedAvgRecipe(name="trimmed", rule="trimmed_mean", **arguments), clients=4)
     assert accuracy(net, mean / "FL_global_model.safetensors") < 0.75
     assert accuracy(net, trimmed / "FL_global_model.safetensors") > 0.9
 

@@ -154,7 +154,7 @@ def test_a_disk_without_room_for_any_result(run_job: JobRunner, tmp_path: Path, 
     run_job(job_in(checkpoints, rounds=1))
     before = (checkpoints / MODEL_NAME).read_bytes()
     aggregator = {"on_too_few": on_too_few}
-    job = job_in(checkpoints, rounds=2, offload={"quota": "8MiB"}, aggregator=aggregator)
+    job = job_in(checkpoints, rounds=2, offload={"scratch_quota": "8MiB"}, aggregator=aggregator)
     result = run_job(job, may_fail=on_too_few == "fail")
     for site in (1, 2):
         assert re.search(f"result of site-{site} .*left out: .*quota of 8.0 MiB", result.server_log)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_LAZY_EXPORTS = {
     "LazyTensor": "nvflare_lazy.tensors.lazy_tensor",
     "LazyTensorDict": "nvflare_lazy.tensors.lazy_tensor_dict",
     "aggregate": "nvflare_lazy.aggregation.aggregate",
@@ -38,7 +38,7 @@ __all__ = ["LazyTensor", "LazyTensorDict", "aggregate", "install", "open", "save
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
+    home = _LAZY_EXPORTS.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(home), name)

@@ -41,7 +41,7 @@ def main() -> int:
         num_rounds=options.rounds,
         train_script=str(HERE / "client.py"),
         # Rounds whose checkpoints are kept.
-        keep=options.rounds,
+        keep_rounds=options.rounds,
     )
     run = recipe.execute(SimEnv(num_clients=SITES, workspace_root=str(workspace)))
     server = Path(run.get_result()) / "server" / "simulate_job" / "app_server"

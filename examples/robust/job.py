@@ -31,9 +31,9 @@ def run(rule: str, rounds: int, untrained: Path, workspace: Path) -> Path:
         min_clients=SITES,
         num_rounds=rounds,
         train_script=str(HERE / "client.py"),
-        aggregation=rule,
-        aggregation_args=RULES[rule],
-        keep=rounds,
+        rule=rule,
+        rule_args=RULES[rule],
+        keep_rounds=rounds,
     )
     sites = {f"site-{number}": {} for number in range(1, SITES + 1)}
     set_per_site_config(recipe, {**sites, POISONED: {"train_args": "--poisoned"}})

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.flare.lazy_scaffold import LazyScaffold as LazyScaffold
     from nvflare_lazy.flare.tensor_offload import TensorOffload as TensorOffload
 
-_HOMES = {
+_LAZY_EXPORTS = {
     "LazyAggregator": "lazy_aggregator",
     "LazyCrossSiteEval": "lazy_cross_site_eval",
     "LazyFedAvg": "lazy_fedavg",
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
+    home = _LAZY_EXPORTS.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{home}"), name)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 STATISTICS = r"(running_mean|running_var|num_batches_tracked)$"
 
 
-class ServerStep:
+class ModelUpdate:
     """Takes the step.
 
     Args:
@@ -42,7 +42,7 @@ class ServerStep:
             - "averaged": regular expression of tensors that are averaged instead; statistics of normalization layers
 
     Example:
-        >>> ServerStep({"name": "fedadam", "lr": 0.01})
+        >>> ModelUpdate({"name": "fedadam", "lr": 0.01})
     """
 
     def __init__(self, optimizer: Mapping[str, Any] | None) -> None:

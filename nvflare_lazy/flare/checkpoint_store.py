@@ -54,22 +54,22 @@ class CheckpointStore:
         directory: Where they are; it is made.
         model_name: File of the last global model.
         best_name: File of the best one.
-        keep: How many rounds to keep files of, at least one.
+        keep_rounds: How many rounds to keep files of, at least one.
 
     Example:
-        >>> store = CheckpointStore(Path("run"), keep=3)
+        >>> store = CheckpointStore(Path("run"), keep_rounds=3)
         >>> store.save(weights, round_number=7)
         >>> store.latest().round
         7
     """
 
-    def __init__(self, directory: Path, model_name: str, best_name: str, *, keep: int = 2) -> None:
+    def __init__(self, directory: Path, model_name: str, best_name: str, *, keep_rounds: int = 2) -> None:
         self.directory = directory
         self.model_path = directory / model_name
         self.best_path = directory / best_name
         self.incoming = directory / ".incoming"
         self._rounds = directory / _ROUNDS
-        self._keep = keep
+        self._keep_rounds = keep_rounds
         for path in (directory, self._rounds):
             path.mkdir(parents=True, exist_ok=True)
         self.incoming.mkdir(mode=0o700, exist_ok=True)
@@ -160,7 +160,7 @@ class CheckpointStore:
             for name in os.listdir(self._rounds)
             if (match := _ROUND_FILE.fullmatch(name))
         )
-        for _, name in found[: -self._keep]:
+        for _, name in found[: -self._keep_rounds]:
             with contextlib.suppress(FileNotFoundError):
                 (self._rounds / name).unlink()
 

@@ -29,7 +29,7 @@ from nvflare_lazy.aggregation import Aggregation, AggregationReport
 from nvflare_lazy.aggregation import ParamsType as ParamsKind
 from nvflare_lazy.errors import NothingToAggregateError, ResultMismatchError, TooFewResultsError
 from nvflare_lazy.flare import job_context
-from nvflare_lazy.flare.apply_update import ServerStep
+from nvflare_lazy.flare.apply_update import ModelUpdate
 from nvflare_lazy.flare.outgoing import Outgoing
 from nvflare_lazy.flare.result_validation import CLIENT_NAME, RoundResults, client_of
 from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET
@@ -66,7 +66,7 @@ class LazyAggregator(ModelAggregator):
         on_non_finite: What to do about results with NaN or infinity in them: "leave_out", "keep" or "error".
         min_results: How many usable results a round needs.
         on_too_few: What to do with fewer: "fail", or "skip" the round, which leaves the global model as it is.
-        server_optimizer: An optimizer that takes the step from the global model to the next; see `ServerStep`.
+        server_optimizer: An optimizer that takes the step from the global model to the next; see `ModelUpdate`.
 
     Example:
         >>> {"path": "nvflare_lazy.flare.LazyAggregator", "args": {"rule": "krum", "rule_args": {"byzantine": 1}}}
@@ -98,7 +98,7 @@ class LazyAggregator(ModelAggregator):
         self.server_optimizer = server_optimizer
         # Said now, and not at the end of the first round, if something in it is wrong.
         self._aggregation("FULL")
-        self._step = ServerStep(server_optimizer)
+        self._step = ModelUpdate(server_optimizer)
         self._round = RoundResults(aggregation_weights or {})
         self._told = False
         register()
@@ -171,7 +171,7 @@ class LazyAggregator(ModelAggregator):
         results = self._round
         kind: ParamsKind = "DIFF" if results.params_type == ParamsType.DIFF else "FULL"
         params = results.params
-        self._tell_if_in_memory(params)
+        self._warn_if_in_memory(params)
         numpy = any(holds_arrays(tensors) for tensors in params.values())
         base = self._global_weights()
         outgoing = Outgoing.of(self.fl_ctx)
@@ -246,7 +246,7 @@ class LazyAggregator(ModelAggregator):
         if log is not None:
             log.left_out(client, reason)
 
-    def _tell_if_in_memory(self, params: Mapping[str, Mapping[str, Any]]) -> None:
+    def _warn_if_in_memory(self, params: Mapping[str, Mapping[str, Any]]) -> None:
         """Say it once to whoever has forgotten the component, and would wonder where the memory goes."""
         if self._told or job_context.offload_of(self.fl_ctx) is not None:
             return

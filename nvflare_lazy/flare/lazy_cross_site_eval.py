@@ -37,7 +37,7 @@ class LazyCrossSiteEval(CrossSiteModelEval):
         register()
 
     @classmethod
-    def in_place_of(cls, stock: CrossSiteModelEval) -> LazyCrossSiteEval:
+    def from_stock(cls, stock: CrossSiteModelEval) -> LazyCrossSiteEval:
         """Return one with the arguments NVFlare's was made with."""
         named = inspect.signature(CrossSiteModelEval.__init__).parameters
         return cls(**{name: getattr(stock, f"_{name}") for name in named if hasattr(stock, f"_{name}")})

@@ -30,7 +30,7 @@ from nvflare_lazy.errors import InitialModelError, JobCheckpointError, NVFlareLa
 from nvflare_lazy.flare import initial_model, job_context
 from nvflare_lazy.flare.checkpoint_store import Checkpoint, CheckpointStore
 from nvflare_lazy.flare.pytorch_file import write_pytorch_file
-from nvflare_lazy.flare.result_validation import misfit
+from nvflare_lazy.flare.result_validation import find_mismatch
 from nvflare_lazy.flare.weights import as_weights, entries_of
 from nvflare_lazy.formats import open_safetensors
 from nvflare_lazy.transport.registration import register
@@ -68,8 +68,8 @@ class LazyModelPersistor(ModelPersistor):
             tensors.
         checkpoint_dir: Where the files go. Outside of the job's workspace they outlive it, and a job that is started
             again goes on from them; without it they are in the app's folder, as NVFlare's are.
-        keep: How many rounds to keep, besides the best model.
-        pytorch_file: Whether to write the last and the best model as PyTorch files in NVFlare's layout at the end, for
+        keep_rounds: How many rounds to keep, besides the best model.
+        save_pytorch: Whether to write the last and the best model as PyTorch files in NVFlare's layout at the end, for
             tools that expect those.
 
     Example:
@@ -87,18 +87,18 @@ class LazyModelPersistor(ModelPersistor):
         filter_id: str | None = None,
         allow_numpy_conversion: bool = True,
         checkpoint_dir: str | None = None,
-        keep: int = 2,
-        pytorch_file: bool = False,
+        keep_rounds: int = 2,
+        save_pytorch: bool = False,
     ) -> None:
         super().__init__(filter_id=filter_id)
         for name in (global_model_file_name, best_global_model_file_name):
             if Path(name).name != name or not name.endswith(SUFFIX):
                 raise ValueError(
                     f"{name!r} is no name for a model file here: it must end with {SUFFIX}; "
-                    "for a PyTorch file as well, set pytorch_file"
+                    "for a PyTorch file as well, set save_pytorch"
                 )
-        if keep < 1:
-            raise ValueError(f"keep={keep}: at least the last round has to be kept")
+        if keep_rounds < 1:
+            raise ValueError(f"keep_rounds={keep_rounds}: at least the last round has to be kept")
         if checkpoint_dir is not None and not Path(checkpoint_dir).is_absolute():
             raise ValueError(f"checkpoint_dir {checkpoint_dir!r} must be an absolute path on the server")
         self.model = model
@@ -108,8 +108,8 @@ class LazyModelPersistor(ModelPersistor):
         self.source_ckpt_file_full_name = source_ckpt_file_full_name
         self.allow_numpy_conversion = allow_numpy_conversion
         self.checkpoint_dir = checkpoint_dir
-        self.keep = keep
-        self.pytorch_file = pytorch_file
+        self.keep_rounds = keep_rounds
+        self.save_pytorch = save_pytorch
         self._store: CheckpointStore | None = None
         self._resumed: Checkpoint | None = None
         # The model by its recipes: what an update must fit, and what it does not bring stays as it was.
@@ -138,7 +138,7 @@ class LazyModelPersistor(ModelPersistor):
             self._start(fl_ctx)
         elif event == AppEventType.GLOBAL_BEST_MODEL_AVAILABLE:
             self._save_best(fl_ctx)
-        elif event == EventType.ABOUT_TO_END_RUN and self.pytorch_file:
+        elif event == EventType.ABOUT_TO_END_RUN and self.save_pytorch:
             self._write_pytorch_files(fl_ctx)
         elif event == EventType.END_RUN:
             self._current = {}
@@ -195,7 +195,7 @@ class LazyModelPersistor(ModelPersistor):
         directory = Path(self.checkpoint_dir or fl_ctx.get_prop(FLContextKey.APP_ROOT))
         try:
             self._store = CheckpointStore(
-                directory, self.global_model_file_name, self.best_global_model_file_name, keep=self.keep
+                directory, self.global_model_file_name, self.best_global_model_file_name, keep_rounds=self.keep_rounds
             )
             self._store.clear_incoming()
         except OSError as error:
@@ -248,7 +248,7 @@ class LazyModelPersistor(ModelPersistor):
             raise JobCheckpointError(f"the global model cannot be saved: {wrong}")
         weights = ml[ModelLearnableKey.WEIGHTS]
         if self._current:
-            wrong = misfit(weights, self._current)
+            wrong = find_mismatch(weights, self._current)
             if wrong:
                 raise JobCheckpointError(f"the global model cannot be saved: {wrong}")
         self._meta = ml.get(ModelLearnableKey.META) or {}

@@ -19,11 +19,11 @@ from nvflare.app_common.workflows.scaffold import Scaffold
 from nvflare_lazy.aggregation import Aggregation
 from nvflare_lazy.errors import ResultMismatchError
 from nvflare_lazy.flare import job_context
-from nvflare_lazy.flare.apply_update import ServerStep
+from nvflare_lazy.flare.apply_update import ModelUpdate
 from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
-from nvflare_lazy.flare.malloc_tuning import give_back_free_memory
+from nvflare_lazy.flare.malloc_tuning import trim_malloc
 from nvflare_lazy.flare.outgoing import Outgoing
-from nvflare_lazy.flare.result_validation import client_of, misfit, steps_of
+from nvflare_lazy.flare.result_validation import client_of, find_mismatch, steps_of
 from nvflare_lazy.flare.weights import as_weights, entries_of, holds_arrays
 from nvflare_lazy.tensors.byte_source import ZeroSource
 from nvflare_lazy.transport.failed import failure_of
@@ -52,7 +52,7 @@ class LazyScaffold(Scaffold):
         super().__init__(*args, enable_tensor_disk_offload=enable_tensor_disk_offload, **kwargs)
         self.memory_budget = memory_budget
         self._aggregator = LazyAggregator(memory_budget=memory_budget)
-        self._add = ServerStep(None)
+        self._add = ModelUpdate(None)
 
     def initialize(self, fl_ctx: FLContext) -> None:
         """Load the model, and begin with control variates that are zero."""
@@ -87,7 +87,7 @@ class LazyScaffold(Scaffold):
                 result.params, result.meta = None, {}
             self.save_model(self.model)
             self._maybe_cleanup_memory()
-            give_back_free_memory()
+            trim_malloc()
         self.info("Finished Scaffold.")
 
     def _take(self, results: list[FLModel]) -> dict[str, tuple[dict[str, Any], float]]:
@@ -103,7 +103,7 @@ class LazyScaffold(Scaffold):
                     raise ResultMismatchError(
                         f"{client} did not send meta[{_CHANGES!r}]: its script must use NVFlare's PTScaffoldHelper"
                     )
-                wrong = failure_of(change) or misfit(change, self._controls)
+                wrong = failure_of(change) or find_mismatch(change, self._controls)
                 if wrong is not None:
                     raise ResultMismatchError(f"the control variates of {client} do not fit the model: {wrong}")
                 self._aggregator.accept_model(result)

@@ -39,7 +39,7 @@ _KEEP_LITTLE = (("MALLOC_TRIM_THRESHOLD_", _M_TRIM_THRESHOLD, 1 << 20),)
 _STRICT_SECONDS = 0.25
 
 
-def keep_little_free_memory(*, forwards_only: bool = False) -> None:
+def tune_malloc(*, forwards_only: bool = False) -> None:
     """Tell the C library to give back what is freed.
 
     NVFlare moves tensors through hundreds of threads, in buffers of megabytes. What a thread frees stays in its arena
@@ -63,7 +63,7 @@ def _tell_malloc(settings: tuple[tuple[str, int, int], ...]) -> None:
             mallopt(setting, value)
 
 
-class FreeMemory:
+class MallocTrimmer:
     """Gives back what is free when the process has grown by more than what it may have in use.
 
     Each thread that passes whole tensors on leaves buffers of megabytes behind, where few others take them from. To
@@ -71,7 +71,7 @@ class FreeMemory:
 
     Args:
         room: By how many bytes the process may grow.
-        forwards_only: As `keep_little_free_memory` was told.
+        forwards_only: As `tune_malloc` was told.
     """
 
     def __init__(self, room: int, *, forwards_only: bool = False) -> None:
@@ -85,7 +85,7 @@ class FreeMemory:
     def note_rest(self) -> None:
         """Nothing is under way: give everything back, and keep buffers again from here."""
         with self._lock:
-            give_back_free_memory()
+            trim_malloc()
             self._keep_buffers()
             self._rest = min(self._rest, anonymous_bytes())
             self._line = self._rest + self._room
@@ -99,7 +99,7 @@ class FreeMemory:
             if too_much:
                 _tell_malloc(_KEEP_LITTLE)
                 self._strict_since = time.monotonic()
-                trim()
+                _trim()
                 # What is left is in use, and to try again soon would be in vain.
                 self._line = max(self._line, anonymous_bytes() + self._room // 4)
             elif time.monotonic() - self._strict_since > _STRICT_SECONDS:
@@ -110,16 +110,16 @@ class FreeMemory:
     def _keep_buffers(self) -> None:
         if self._strict_since:
             self._strict_since = 0.0
-            keep_little_free_memory(forwards_only=self._forwards_only)
+            tune_malloc(forwards_only=self._forwards_only)
 
 
-def give_back_free_memory() -> None:
+def trim_malloc() -> None:
     """Return memory that was freed, and that the C library keeps, to the system. Costs a few milliseconds."""
     gc.collect()
-    trim()
+    _trim()
 
 
-def trim() -> None:
+def _trim() -> None:
     """Return what the C library keeps free to the system, of all arenas."""
     try:
         ctypes.CDLL(None).malloc_trim(0)

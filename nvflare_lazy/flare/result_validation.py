@@ -26,7 +26,7 @@ from nvflare_lazy.tensors.entry import geometry_of
 from nvflare_lazy.transport.failed import failure_of
 
 CLIENT_NAME = "client_name"
-_MOST_NAMED = 3
+_MAX_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class RoundResults:
                 f"{client} has sent {_kind(model.params_type)} and others {_kind(self.params_type)}: "
                 "set the same params_transfer_type for all clients"
             )
-        wrong = misfit(model.params, model.params if reference is None else reference)
+        wrong = find_mismatch(model.params, model.params if reference is None else reference)
         if wrong is not None:
             raise ResultMismatchError(f"the result of {client} does not fit the global model: {wrong}")
         weight = self.aggregation_weights.get(client, 1.0) * steps_of(model)
@@ -140,7 +140,7 @@ def _kind(params_type: ParamsType | None) -> str:
     return "nothing known" if params_type is None else f"params of type {params_type.value}"
 
 
-def misfit(weights: Mapping[str, Any], reference: Mapping[str, Any]) -> str | None:
+def find_mismatch(weights: Mapping[str, Any], reference: Mapping[str, Any]) -> str | None:
     """Say what keeps weights from fitting a model, or None if they do. Fewer tensors than the model has are fine.
 
     Args:
@@ -149,9 +149,9 @@ def misfit(weights: Mapping[str, Any], reference: Mapping[str, Any]) -> str | No
     """
     if not weights:
         return "it holds no tensors"
-    strangers = [name for name in weights if name not in reference]
-    if strangers:
-        return f"the global model has no {_some(strangers)}"
+    unexpected = [name for name in weights if name not in reference]
+    if unexpected:
+        return f"the global model has no {_some(unexpected)}"
     for name, value in weights.items():
         if not is_weight(value):
             return f"{name!r} is a {type(value).__name__}, neither a tensor nor an array"
@@ -162,7 +162,7 @@ def misfit(weights: Mapping[str, Any], reference: Mapping[str, Any]) -> str | No
     return None
 
 
-def wrong_shape(weights: Mapping[str, Any], reference: Mapping[str, Any]) -> str | None:
+def find_shape_mismatch(weights: Mapping[str, Any], reference: Mapping[str, Any]) -> str | None:
     """Say which tensor has another shape than in the model, or None. What only one of them has is not looked at.
 
     Other aggregators than ours may want what the model has not, but none can add what has another shape: NVFlare's own
@@ -176,5 +176,5 @@ def wrong_shape(weights: Mapping[str, Any], reference: Mapping[str, Any]) -> str
 
 
 def _some(names: list[str]) -> str:
-    named = ", ".join(repr(name) for name in names[:_MOST_NAMED])
-    return named if len(names) <= _MOST_NAMED else f"{named} and {len(names) - _MOST_NAMED} more"
+    named = ", ".join(repr(name) for name in names[:_MAX_NAMES])
+    return named if len(names) <= _MAX_NAMES else f"{named} and {len(names) - _MAX_NAMES} more"

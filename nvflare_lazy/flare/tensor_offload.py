@@ -26,8 +26,8 @@ from nvflare.app_common.app_event_type import AppEventType
 from nvflare_lazy._text import format_size, parse_size
 from nvflare_lazy.errors import ResultMismatchError, ScratchError
 from nvflare_lazy.flare import job_context
-from nvflare_lazy.flare.malloc_tuning import FreeMemory, keep_little_free_memory
-from nvflare_lazy.flare.result_validation import wrong_shape
+from nvflare_lazy.flare.malloc_tuning import MallocTrimmer, tune_malloc
+from nvflare_lazy.flare.result_validation import find_shape_mismatch
 from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
 from nvflare_lazy.flare.weights import is_lazy, is_weight
 from nvflare_lazy.scratch import JobScratch, use_job_scratch
@@ -50,16 +50,16 @@ class TensorOffload(FLComponent):
 
     | to                                    | set                                                            |
     |---------------------------------------|----------------------------------------------------------------|
-    | put scratch on a certain disk         | `scratch_dir`, or `NVFLARE_LAZY_SCRATCH` in the environment    |
-    | bound what a job keeps there          | `quota`, such as `"200GiB"`                                    |
-    | leave room for others                 | `min_free`, such as `"10GiB"` or `"5%"`                        |
-    | bound the memory it works in          | `memory_budget`                                                |
+    | choose the disk for received tensors  | `scratch_dir`, or `NVFLARE_LAZY_SCRATCH` in the environment    |
+    | limit the disk space of a job         | `scratch_quota`, such as `"200GiB"`                            |
+    | keep disk space free                  | `min_free`, such as `"10GiB"` or `"5%"`                        |
+    | limit memory                          | `memory_budget`                                                |
 
     Args:
-        scratch_dir: Where received tensors go; a private directory is leased in it.
-        quota: Most bytes of scratch this process may use at a time.
-        min_free: What to leave free on that file system.
-        memory_budget: Memory for receiving and, with `LazyAggregator`, for combining.
+        scratch_dir: Scratch root; a private directory is leased in it. Default: the current user's.
+        scratch_quota: Maximum bytes of scratch of this process. Default: no limit.
+        min_free: Space to keep free on that file system. Default: 1 GiB, or a twentieth of a small file system.
+        memory_budget: Memory for receiving and, with `LazyAggregator`, for aggregation.
 
     Example:
         >>> {"id": "offload", "path": "nvflare_lazy.flare.TensorOffload", "args": {"scratch_dir": "/data/scratch"}}
@@ -68,27 +68,27 @@ class TensorOffload(FLComponent):
     def __init__(
         self,
         scratch_dir: str | None = None,
-        quota: int | str | None = None,
+        scratch_quota: int | str | None = None,
         min_free: int | str | None = None,
         memory_budget: int | str = DEFAULT_MEMORY_BUDGET,
     ) -> None:
         super().__init__()
         self.scratch_dir = scratch_dir
-        self.quota = quota
+        self.scratch_quota = scratch_quota
         self.min_free = min_free
         self.memory_budget = memory_budget
         # What is under way to this process; the rest is for whoever combines it.
         self._inflight_bytes = max(1, parse_size(memory_budget) // 4)
-        if quota is not None:
-            parse_size(quota)
+        if scratch_quota is not None:
+            parse_size(scratch_quota)
         self._engine: Any = None
         self._scratch: JobScratch | None = None
         # What to put back when the run ends: `install()` in this process, and a run around this one, outlast it.
         self._before: tuple[JobScratch | None, offload.ReceiveMode | None] | None = None
         self._log: RoundLog | None = None
         self._round: int | None = None
-        self._memory: FreeMemory | None = None
-        keep_little_free_memory()
+        self._memory: MallocTrimmer | None = None
+        tune_malloc()
         register()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -113,19 +113,21 @@ class TensorOffload(FLComponent):
 
     def _start(self, fl_ctx: FLContext) -> None:
         found = register()
-        forwards_only = _trains_elsewhere(fl_ctx)
+        forwards_only = _uses_external_trainer(fl_ctx)
         if forwards_only:
-            keep_little_free_memory(forwards_only=True)
+            tune_malloc(forwards_only=True)
         self._engine = fl_ctx.get_engine()
         job_id = str(fl_ctx.get_job_id("job"))
         try:
-            self._scratch = JobScratch.open(self.scratch_dir, job=job_id, quota=self.quota, min_free=self.min_free)
+            self._scratch = JobScratch.open(
+                self.scratch_dir, job=job_id, quota=self.scratch_quota, min_free=self.min_free
+            )
         except ScratchError as error:
             self.system_panic(f"no scratch for tensors: {error}", fl_ctx)
             return
         mode = offload.ReceiveMode(on_disk=True, inflight_bytes=self._inflight_bytes)
         self._before = use_job_scratch(self._scratch), offload.runtime.use(mode)
-        self._memory = FreeMemory(parse_size(self.memory_budget), forwards_only=forwards_only)
+        self._memory = MallocTrimmer(parse_size(self.memory_budget), forwards_only=forwards_only)
         offload.runtime.on_buffers_released.append(self._memory.look)
         job_context.set_offload(fl_ctx, self)
         self._log = RoundLog(_records(fl_ctx), self._say, self._measure)
@@ -181,7 +183,7 @@ class TensorOffload(FLComponent):
         if failure is None:
             learnable = fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)
             weights = learnable.get(ModelLearnableKey.WEIGHTS) if isinstance(learnable, Mapping) else None
-            wrong = wrong_shape(data, weights) if isinstance(weights, Mapping) else None
+            wrong = find_shape_mismatch(data, weights) if isinstance(weights, Mapping) else None
             if wrong is None:
                 return
             failure = ResultMismatchError(f"the result of {client} does not fit the global model: {wrong}")
@@ -240,7 +242,7 @@ class TensorOffload(FLComponent):
                 send_analytic_dxo(self, dxo, fl_ctx)
 
 
-def _trains_elsewhere(fl_ctx: FLContext) -> bool:
+def _uses_external_trainer(fl_ctx: FLContext) -> bool:
     """Whether this is a client's job process whose trainers are processes of their own."""
     router = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "task_router", None)
     executors = getattr(router, "task_table", {}).values()

@@ -3,7 +3,7 @@
 
     from nvflare_lazy.recipes import FedAvgRecipe  # instead of nvflare.app_opt.pt.recipes
 
-What all of them add is described in `options`. `add_tensor_offload` is for recipes that are not here.
+`options` describes the arguments they add. `add_tensor_offload` is for other recipes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.recipes.options import add_tensor_offload as add_tensor_offload
     from nvflare_lazy.recipes.scaffold import ScaffoldRecipe as ScaffoldRecipe
 
-_HOMES = {
+_LAZY_EXPORTS = {
     "FedAvgRecipe": "fedavg",
     "FedOptRecipe": "fedopt",
     "FedProxRecipe": "fedprox",
@@ -30,7 +30,7 @@ __all__ = ["FedAvgRecipe", "FedOptRecipe", "FedProxRecipe", "ScaffoldRecipe", "a
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
+    home = _LAZY_EXPORTS.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{home}"), name)

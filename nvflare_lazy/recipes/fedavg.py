@@ -30,8 +30,8 @@ class FedAvgRecipe(StockFedAvgRecipe):
     are exchanged as PyTorch tensors, which training scripts get either way, and what is received goes to disk.
 
     Args:
-        aggregation: How results are combined; see `LazyAggregator`.
-        aggregation_args: Arguments of that rule.
+        rule: How results are combined; see `LazyAggregator`.
+        rule_args: Arguments of that rule.
         min_responses: Results to wait for in a round, instead of those of all clients.
         wait_time_after_min_received: Seconds to wait for more once there are so many.
         task_timeout: Seconds after which a round goes on with the results it has.
@@ -42,7 +42,7 @@ class FedAvgRecipe(StockFedAvgRecipe):
         ...     min_clients=8,
         ...     num_rounds=5,
         ...     train_script="client.py",
-        ...     aggregation="trimmed_mean",
+        ...     rule="trimmed_mean",
         ...     scratch_dir="/data/scratch",
         ... )
     """
@@ -50,19 +50,19 @@ class FedAvgRecipe(StockFedAvgRecipe):
     def __init__(
         self,
         *,
-        aggregation: str = "mean",
-        aggregation_args: dict[str, Any] | None = None,
+        rule: str = "mean",
+        rule_args: dict[str, Any] | None = None,
         min_responses: int | None = None,
         wait_time_after_min_received: int = 0,
         task_timeout: int = 0,
         checkpoint: str | None = None,
         checkpoint_dir: str | None = None,
-        keep: int = 2,
-        pytorch_file: bool = False,
+        keep_rounds: int = 2,
+        save_pytorch: bool = False,
         scratch_dir: str | None = None,
         scratch_quota: int | str | None = None,
         memory_budget: int | str = DEFAULT_MEMORY_BUDGET,
-        lazy_clients: bool = True,
+        offload_clients: bool = True,
         model: Any = None,
         initial_ckpt: str | None = None,
         model_persistor: ModelPersistor | None = None,
@@ -71,12 +71,12 @@ class FedAvgRecipe(StockFedAvgRecipe):
         **arguments: Any,
     ) -> None:
         arguments.pop("enable_tensor_disk_offload", None)
-        if aggregation != "mean" and arguments.get("aggregator") is not None:
-            raise ValueError("give aggregation, the name of a rule, or an aggregator of your own, not both")
+        if rule != "mean" and arguments.get("aggregator") is not None:
+            raise ValueError("rule and aggregator cannot be combined; pass the rule to the aggregator instead")
         if checkpoint and initial_ckpt:
-            raise ValueError("give the model to begin with as checkpoint or as initial_ckpt, not as both")
-        self.aggregation = aggregation
-        self.aggregation_args = aggregation_args
+            raise ValueError("checkpoint and initial_ckpt cannot be combined; pass one initial checkpoint")
+        self.rule = rule
+        self.rule_args = rule_args
         self._min_responses = min_responses
         self._wait_time_after_min_received = wait_time_after_min_received
         self._task_timeout = task_timeout
@@ -87,12 +87,12 @@ class FedAvgRecipe(StockFedAvgRecipe):
         self.options = OffloadOptions(
             checkpoint=checkpoint,
             checkpoint_dir=checkpoint_dir,
-            keep=keep,
-            pytorch_file=pytorch_file or wants_pytorch,
+            keep_rounds=keep_rounds,
+            save_pytorch=save_pytorch or wants_pytorch,
             scratch_dir=scratch_dir,
             scratch_quota=scratch_quota,
             memory_budget=memory_budget,
-            lazy_clients=lazy_clients,
+            offload_clients=offload_clients,
         )
         super().__init__(
             model=model,
@@ -107,7 +107,7 @@ class FedAvgRecipe(StockFedAvgRecipe):
 
     def _prepare_client_apps(self) -> None:
         super()._prepare_client_apps()
-        if not self.options.lazy_clients:
+        if not self.options.offload_clients:
             return
         if self.per_site_config is None:
             self._job.to_clients(self.options.offload(), id=OFFLOAD_ID)
@@ -141,7 +141,7 @@ class FedAvgRecipe(StockFedAvgRecipe):
         server = self._job._deploy_map[SERVER_SITE_NAME].app_config
         for workflow in server.workflows:
             if type(workflow.controller) is CrossSiteModelEval:
-                workflow.controller = LazyCrossSiteEval.in_place_of(workflow.controller)
+                workflow.controller = LazyCrossSiteEval.from_stock(workflow.controller)
         components = server.components
         for component_id, component in components.items():
             if isinstance(component, PTFileModelLocator):
@@ -151,8 +151,8 @@ class FedAvgRecipe(StockFedAvgRecipe):
 
     def _get_model_aggregator(self) -> Any:
         return super()._get_model_aggregator() or LazyAggregator(
-            rule=self.aggregation,
-            rule_args=self.aggregation_args,
+            rule=self.rule,
+            rule_args=self.rule_args,
             exclude_vars=self.exclude_vars,
             aggregation_weights=self.aggregation_weights,
             server_optimizer=self._server_optimizer(),

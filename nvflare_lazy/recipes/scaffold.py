@@ -9,8 +9,8 @@ from nvflare_lazy.flare.lazy_scaffold import LazyScaffold
 from nvflare_lazy.recipes.fedavg import FedAvgRecipe
 
 # What would be taken, and lost.
-_OF_FEDAVG = (
-    *("aggregation", "aggregation_args", "aggregator", "exclude_vars", "aggregation_weights"),
+_FEDAVG_ONLY_ARGS = (
+    *("rule", "rule_args", "aggregator", "exclude_vars", "aggregation_weights"),
     *("min_responses", "wait_time_after_min_received", "task_timeout", "stop_cond", "patience"),
 )
 
@@ -26,7 +26,7 @@ class ScaffoldRecipe(FedAvgRecipe):
     """
 
     def __init__(self, *, name: str = "scaffold", **arguments: Any) -> None:
-        for unknown in _OF_FEDAVG:
+        for unknown in _FEDAVG_ONLY_ARGS:
             if arguments.get(unknown) is not None:
                 raise TypeError(f"SCAFFOLD combines by its own rule, with all clients: {unknown} has no meaning here")
         super().__init__(name=name, **arguments)

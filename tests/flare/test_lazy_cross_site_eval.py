@@ -79,5 +79,5 @@ def test_it_takes_the_place_of_nvflares():
         "cleanup_models": True,
         "participating_clients": ["site-2"],
     }
-    ours = LazyCrossSiteEval.in_place_of(CrossSiteModelEval(**given))
+    ours = LazyCrossSiteEval.from_stock(CrossSiteModelEval(**given))
     assert {name: getattr(ours, f"_{name}") for name in given} == given

@@ -177,7 +177,7 @@ def test_the_best_model_stays_when_the_last_one_goes_on(start, fl_ctx, result, t
 @pytest.mark.parametrize("keep", [1, 3])
 def test_the_last_rounds_are_kept(start, fl_ctx, result, tmp_path, keep):
     """As many as asked for, and no file of any other."""
-    persistor = start(model=Small(), keep=keep)
+    persistor = start(model=Small(), keep_rounds=keep)
     for number in range(5):
         round_of(persistor, fl_ctx, result, number, float(number))
     kept = [f"rounds/round-{number:05d}.safetensors" for number in range(5 - keep, 5)]
@@ -222,7 +222,7 @@ def test_a_job_goes_on_after_its_last_round(start, fl_ctx, result, tmp_path):
 
 def test_another_job_begins_with_a_checkpoint_that_is_replaced_meanwhile(start, fl_ctx, result, tmp_path):
     """A running job's last checkpoint: who has opened it goes on reading that one."""
-    first = start(model=Small(), checkpoint_dir=str(tmp_path / "first"), keep=1)
+    first = start(model=Small(), checkpoint_dir=str(tmp_path / "first"), keep_rounds=1)
     round_of(first, fl_ctx, result, 0, 1.0)
     source = tmp_path / "first" / MODEL_NAME
     second = start(source_ckpt_file_full_name=str(source), checkpoint_dir=str(tmp_path / "second"))
@@ -296,7 +296,7 @@ def test_a_locator_without_its_persistor_ends_the_job(fl_ctx, engine):
 
 def test_the_pytorch_file_is_one_that_nvflares_persistor_goes_on_from(start, fl_ctx, result, tmp_path, engine):
     """At the end of the run, in its layout: `torch.load` reads it safely, and so does that persistor."""
-    persistor = start(model=Small(), pytorch_file=True)
+    persistor = start(model=Small(), save_pytorch=True)
     round_of(persistor, fl_ctx, result, 0, 1.0)
     persistor.handle_event(EventType.ABOUT_TO_END_RUN, fl_ctx)
     written = (tmp_path / "app" / MODEL_NAME).with_suffix(".pt")
@@ -310,9 +310,9 @@ def test_the_pytorch_file_is_one_that_nvflares_persistor_goes_on_from(start, fl_
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"global_model_file_name": "model.pt"}, "set pytorch_file"),
+        ({"global_model_file_name": "model.pt"}, "set save_pytorch"),
         ({"best_global_model_file_name": "../best.safetensors"}, "no name for a model file"),
-        ({"keep": 0}, "at least the last round"),
+        ({"keep_rounds": 0}, "at least the last round"),
         ({"checkpoint_dir": "relative"}, "absolute path"),
     ],
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from nvflare_lazy.flare import malloc_tuning as malloc_tuning
-from nvflare_lazy.flare.malloc_tuning import FreeMemory
+from nvflare_lazy.flare.malloc_tuning import MallocTrimmer
 
 MIB = 1 << 20
 
@@ -28,14 +28,14 @@ class Process:
 def process(monkeypatch):
     process = Process()
     monkeypatch.setattr(malloc_tuning, "anonymous_bytes", lambda: process.size)
-    monkeypatch.setattr(malloc_tuning, "trim", process.trim)
+    monkeypatch.setattr(malloc_tuning, "_trim", process.trim)
     monkeypatch.setattr(malloc_tuning, "_tell_malloc", process.told.append)
     return process
 
 
 def test_too_much(process):
     """Memory is given back when the process has grown by more than it has room for, and not before."""
-    memory = FreeMemory(64 * MIB)
+    memory = MallocTrimmer(64 * MIB)
     process.size = 164 * MIB
     memory.look()
     assert process.trims == 0
@@ -47,7 +47,7 @@ def test_too_much(process):
 
 def test_in_use(process):
     """What is in use is not asked for each time somebody looks."""
-    memory = FreeMemory(64 * MIB)
+    memory = MallocTrimmer(64 * MIB)
     process.used = process.size = 200 * MIB
     for _ in range(10):
         memory.look()
@@ -59,7 +59,7 @@ def test_in_use(process):
 
 def test_rest(process):
     """Between rounds everything is given back, and the process may grow from where it was least, not from there."""
-    memory = FreeMemory(64 * MIB)
+    memory = MallocTrimmer(64 * MIB)
     process.used, process.size = 150 * MIB, 160 * MIB
     memory.note_rest()
     assert (process.trims, process.size) == (1, 150 * MIB)
@@ -73,7 +73,7 @@ def test_rest(process):
 
 def test_settings(process, monkeypatch):
     """When there was too much, the C library keeps less for a moment; without that, nothing changes."""
-    memory = FreeMemory(64 * MIB)
+    memory = MallocTrimmer(64 * MIB)
     memory.look()
     memory.note_rest()
     assert process.told == []

@@ -37,7 +37,7 @@ def _mode_of_a_new_process():
 def test_a_run_has_scratch_of_its_own_from_beginning_to_end(fl_ctx, tmp_path):
     """It is leased when the run starts, with everything that is configured, and is gone when the run ends."""
     fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-7")
-    component = TensorOffload(str(tmp_path / "root"), quota="3MiB", memory_budget="64MiB")
+    component = TensorOffload(str(tmp_path / "root"), scratch_quota="3MiB", memory_budget="64MiB")
     component.handle_event(EventType.START_RUN, fl_ctx)
     scratch = current_job_scratch()
     assert scratch.path.parent == tmp_path / "root"
@@ -103,7 +103,7 @@ def test_without_scratch_there_is_no_job(fl_ctx, engine, tmp_path):
     assert str(tmp_path / "file") in reason
 
 
-@pytest.mark.parametrize("arguments", [{"quota": "much"}, {"memory_budget": "some"}])
+@pytest.mark.parametrize("arguments", [{"scratch_quota": "much"}, {"memory_budget": "some"}])
 def test_what_is_wrong_in_a_configuration_is_said_at_once(arguments):
     """By the constructor, with the text that is no size."""
     with pytest.raises(ValueError, match=next(iter(arguments.values()))):
@@ -129,7 +129,7 @@ def test_a_client_that_only_forwards_keeps_no_memory(fl_ctx, tmp_path, monkeypat
     fl_ctx.set_prop(FLContextKey.RUNNER, SimpleNamespace(task_router=router))
     component = TensorOffload(str(tmp_path / "root"))
     told = []
-    monkeypatch.setattr(tensor_offload, "keep_little_free_memory", lambda **how: told.append(how))
+    monkeypatch.setattr(tensor_offload, "tune_malloc", lambda **how: told.append(how))
     component.handle_event(EventType.START_RUN, fl_ctx)
     component.handle_event(EventType.END_RUN, fl_ctx)
     assert told == [{"forwards_only": True}] * forwards

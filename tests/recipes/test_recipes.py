@@ -84,10 +84,10 @@ def test_what_ours_take_beyond_that_arrives(script, export):
         name="more",
         checkpoint="/models/start",
         checkpoint_dir="/data/checkpoints",
-        keep=5,
-        pytorch_file=True,
-        aggregation="trimmed_mean",
-        aggregation_args={"byzantine": 1},
+        keep_rounds=5,
+        save_pytorch=True,
+        rule="trimmed_mean",
+        rule_args={"byzantine": 1},
         scratch_dir="/data/scratch",
         scratch_quota="10GiB",
         memory_budget="96MiB",
@@ -101,9 +101,13 @@ def test_what_ours_take_beyond_that_arrives(script, export):
     config = export(recipe)
     persistor = component(config, "LazyModelPersistor")
     assert persistor["source_ckpt_file_full_name"] == "/models/start"
-    assert (persistor["checkpoint_dir"], persistor["keep"], persistor["pytorch_file"]) == ("/data/checkpoints", 5, True)
+    assert (persistor["checkpoint_dir"], persistor["keep_rounds"], persistor["save_pytorch"]) == (
+        "/data/checkpoints",
+        5,
+        True,
+    )
     assert persistor["allow_numpy_conversion"] is False
-    offload = {"scratch_dir": "/data/scratch", "quota": "10GiB", "memory_budget": "96MiB"}
+    offload = {"scratch_dir": "/data/scratch", "scratch_quota": "10GiB", "memory_budget": "96MiB"}
     assert component(config, "TensorOffload").items() >= offload.items()
     assert component(export(recipe, "client"), "TensorOffload").items() >= offload.items()
     args = controller(config)["args"]
@@ -128,7 +132,7 @@ def test_a_checkpoint_beside_the_script_travels(script, export, tmp_path, monkey
 
 def test_clients_without_the_package(script, export):
     """Their configuration does not name it, and the server's does."""
-    recipe = FedAvgRecipe(model=Small(), lazy_clients=False, min_clients=2, num_rounds=1, train_script=script)
+    recipe = FedAvgRecipe(model=Small(), offload_clients=False, min_clients=2, num_rounds=1, train_script=script)
     assert "nvflare_lazy" not in json.dumps(export(recipe, "client"))
     assert "nvflare_lazy" in json.dumps(export(recipe))
 
@@ -177,11 +181,11 @@ def test_server_optimizers_as_nvflare_names_them(script, export, given, expected
 
 
 WRONG = [
-    (FedAvgRecipe, {"checkpoint": "/a", "initial_ckpt": "/b"}, "not as both"),
+    (FedAvgRecipe, {"checkpoint": "/a", "initial_ckpt": "/b"}, "cannot be combined"),
     (FedAvgRecipe, {"model": "Small"}, "model"),
     (FedOptRecipe, {"model": Small(), "optimizer_args": {"path": "torch.optim.LBFGS"}}, "no server optimizer"),
     (FedOptRecipe, {"model": Small(), "optimizer_args": {"path": "torch.optim.SGD", "args": {"x": 1}}}, "has no x"),
-    (ScaffoldRecipe, {"model": Small(), "aggregation": "median"}, "its own rule"),
+    (ScaffoldRecipe, {"model": Small(), "rule": "median"}, "its own rule"),
     (ScaffoldRecipe, {"model": Small(), "exclude_vars": "bn"}, "exclude_vars has no meaning"),
 ]
 
@@ -200,7 +204,7 @@ def test_the_name_of_the_best_model(script, export, argument):
     recipe = FedAvgRecipe(model=Small(), min_clients=2, num_rounds=1, train_script=script, **{argument: "winner.pt"})
     persistor = component(export(recipe), "LazyModelPersistor")
     assert persistor["best_global_model_file_name"] == "winner.safetensors"
-    assert persistor["pytorch_file"] is True
+    assert persistor["save_pytorch"] is True
 
 
 def test_cross_site_evaluation_is_ours(script, export):

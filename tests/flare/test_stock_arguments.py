@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Components of ours take the arguments of those they take the place of: in a configuration, only the path changes."""
+"""Components accept the arguments of the NVFlare components they replace: in a configuration, only the path changes."""
 
 from __future__ import annotations
 
