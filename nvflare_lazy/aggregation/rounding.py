@@ -51,7 +51,8 @@ _ROW = 256
 # Far beyond what a narrow type can hold, and far enough from what float64 can.
 _LARGEST_POWER = 2.0**900
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SUMMABLE = frozenset({torch.float64, torch.float32, torch.bfloat16})
+#: Floating-point types that torch sums fast. A sum is the fastest way to see that all elements are finite.
+SUMMABLE = frozenset({torch.float64, torch.float32, torch.bfloat16})
 
 
 def round_into(out: torch.Tensor, values: torch.Tensor, arena: Arena) -> None:
@@ -69,8 +70,7 @@ def round_into(out: torch.Tensor, values: torch.Tensor, arena: Arena) -> None:
         _round_to_bfloat16(out, values, arena)
     else:
         out.copy_(to_precision(values, out.dtype, arena) if out.dtype in NARROW else values)
-    # A sum is the fastest way to see that all is finite.
-    if not math.isfinite((out if out.dtype in _SUMMABLE else values).sum().item()):
+    if not math.isfinite((out if out.dtype in SUMMABLE else values).sum().item()):
         _set_nan(out, torch.isnan(values))
 
 

@@ -24,11 +24,9 @@ class Statistic(ABC):
 
     Attributes:
         name: What a progress bar calls the pass.
-        needs_reference: Whether the global model is read as well.
     """
 
     name: str
-    needs_reference: bool = False
 
     @abstractmethod
     def sums(self, contributors: int) -> int:
@@ -64,7 +62,7 @@ class SquaredNorms(Statistic):
     name = "norms"
 
     def __init__(self, *, from_reference: bool = False) -> None:
-        self.needs_reference = from_reference
+        self._from_reference = from_reference
 
     def sums(self, contributors: int) -> int:
         return contributors
@@ -77,12 +75,12 @@ class SquaredNorms(Statistic):
         values = tile.arena.take(torch.float64, padded)
         reference = tile.arena.take(torch.float64, padded)
         values[tile.count :] = 0.0
-        if self.needs_reference:
+        if self._from_reference:
             reference[: tile.count].copy_(tile.read_reference())
             reference[tile.count :] = 0.0
         for index in range(len(tile.group.members)):
             values[: tile.count].copy_(tile.read(index))
-            if self.needs_reference:
+            if self._from_reference:
                 values.sub_(reference)
             _sum_squares(values, sums[index])
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from nvflare_lazy.aggregation.rounding import FLOATS
+from nvflare_lazy.aggregation.rounding import FLOATS, SUMMABLE
 from nvflare_lazy.errors import NonFiniteError
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 #: What to do about NaN and infinity in a contribution.
 NonFinitePolicy = Literal["keep", "leave_out", "error"]
-_SUMMABLE = frozenset({torch.float64, torch.float32, torch.bfloat16})
 
 
 class ContributionError(Exception):  # never reaches a caller: the engine continues without the contribution
@@ -160,6 +159,6 @@ class Tile:
 
 def _all_finite(values: torch.Tensor) -> bool:
     # A sum is ten times as fast as a look at each element. It may overflow where no element is infinite.
-    if values.dtype in _SUMMABLE and torch.isfinite(values.sum()):
+    if values.dtype in SUMMABLE and torch.isfinite(values.sum()):
         return True
     return bool(torch.isfinite(values.double()).all())
