@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nvflare_lazy.aggregation.aggregate import aggregate as aggregate
+    from nvflare_lazy.aggregation.api import aggregate as aggregate
     from nvflare_lazy.formats.opening import open as open
     from nvflare_lazy.formats.stream_saver import save as save
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor as LazyTensor
@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 _LAZY_EXPORTS = {
     "LazyTensor": "nvflare_lazy.tensors.lazy_tensor",
     "LazyTensorDict": "nvflare_lazy.tensors.lazy_tensor_dict",
-    "aggregate": "nvflare_lazy.aggregation.aggregate",
+    "aggregate": "nvflare_lazy.aggregation.api",
     "install": "nvflare_lazy.transport.registration",
     "open": "nvflare_lazy.formats.opening",
     "save": "nvflare_lazy.formats.stream_saver",

@@ -4,7 +4,9 @@
 The third step of the walk of a round: contributions lie on disk, and so does what comes out. Needs nothing of NVFlare.
 """
 
-from nvflare_lazy.aggregation.aggregate import Aggregation, ParamsType, aggregate
+from nvflare_lazy.aggregation._engine.threads import Progress
+from nvflare_lazy.aggregation._round import AggregationResult
+from nvflare_lazy.aggregation.api import Aggregation, ParamsType, aggregate
 from nvflare_lazy.aggregation.reduction import LinearCombination, Reduction, Selection
 from nvflare_lazy.aggregation.report import METADATA_KEY, AggregationReport, Provenance
 from nvflare_lazy.aggregation.rules import (
@@ -22,7 +24,6 @@ from nvflare_lazy.aggregation.rules import (
     rule_names,
     to_rule,
 )
-from nvflare_lazy.aggregation.running_round import AggregationResult
 from nvflare_lazy.aggregation.server_optimizers import (
     FedAdagrad,
     FedAdam,
@@ -33,7 +34,6 @@ from nvflare_lazy.aggregation.server_optimizers import (
     to_optimizer,
 )
 from nvflare_lazy.aggregation.statistics import PairwiseDistances, SquaredNorms, Statistic
-from nvflare_lazy.aggregation.workers import Progress
 
 __all__ = [
     "METADATA_KEY",

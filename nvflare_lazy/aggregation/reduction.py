@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nvflare_lazy.aggregation.exact_mean import MEAN_BYTES, Weights, mean_into, sum_into
-from nvflare_lazy.aggregation.rounding import round_into
+from nvflare_lazy.aggregation._engine.mean import MEAN_BYTES, Weights, mean_into, sum_into
+from nvflare_lazy.aggregation._engine.rounding import round_into
 from nvflare_lazy.errors import WeightError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nvflare_lazy.aggregation.noise import GaussianNoise
-    from nvflare_lazy.aggregation.tile import Group, Tile
+    from nvflare_lazy.aggregation._engine.tile import Group, Tile
+    from nvflare_lazy.aggregation.rules.clipped_mean import GaussianNoise
 
 
 class Reduction(ABC):

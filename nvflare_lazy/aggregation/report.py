@@ -15,8 +15,8 @@ from nvflare_lazy._text import to_json
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nvflare_lazy.aggregation.agreement import Agreement
     from nvflare_lazy.aggregation.reduction import Reduction
+    from nvflare_lazy.aggregation.schema import Agreement
 
 #: Under this name, the metadata of a result says in JSON how it was made.
 METADATA_KEY = "nvflare_lazy.aggregation"

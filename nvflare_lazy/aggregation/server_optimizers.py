@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from nvflare_lazy._text import parse_size
-from nvflare_lazy.aggregation.model_step import ModelStep
-from nvflare_lazy.aggregation.optimizer_state import OptimizerStates
-from nvflare_lazy.aggregation.workers import Watch
+from nvflare_lazy.aggregation._engine.threads import Watch
+from nvflare_lazy.aggregation._model_step import ModelStep
+from nvflare_lazy.aggregation._optimizer_state import OptimizerStates
 from nvflare_lazy.formats import open as open_checkpoint
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
 
-    from nvflare_lazy.aggregation.aggregate import ParamsType
-    from nvflare_lazy.aggregation.workers import Progress
+    from nvflare_lazy.aggregation._engine.threads import Progress
+    from nvflare_lazy.aggregation.api import ParamsType
 
 #: What to do about a model that no state on the disk belongs to, though there are some.
 UnknownModelPolicy = Literal["error", "restart"]

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nvflare_lazy.aggregation.memory import BLOCK
+from nvflare_lazy.aggregation._engine.memory import BLOCK
 
 if TYPE_CHECKING:
-    from nvflare_lazy.aggregation.tile import Tile
+    from nvflare_lazy.aggregation._engine.tile import Tile
 
 
 class Statistic(ABC):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from nvflare_lazy.aggregation.aggregate import Aggregation
+from nvflare_lazy.aggregation.api import Aggregation
 from nvflare_lazy.aggregation.report import METADATA_KEY
 from nvflare_lazy.aggregation.rules import Rule, rule_names, to_rule
 from nvflare_lazy.errors import AggregationDtypeError, NothingToAggregateError, TooFewContributorsError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from nvflare_lazy.aggregation.running_round import AggregationResult
+    from nvflare_lazy.aggregation._round import AggregationResult
 
 Tensors = dict[str, torch.Tensor]
 _ALL_DTYPES = (

@@ -14,11 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvflare_lazy.aggregation import aggregate, exact_mean
-from nvflare_lazy.aggregation.exact_mean import Weights, mean_into
-from nvflare_lazy.aggregation.inexact_flag import inexact_flag
-from nvflare_lazy.aggregation.memory import Arena
-from nvflare_lazy.aggregation.rounding import NARROW, round_into
+from nvflare_lazy.aggregation import aggregate
+from nvflare_lazy.aggregation._engine import mean as exact_mean
+from nvflare_lazy.aggregation._engine._exact_sum import inexact_flag
+from nvflare_lazy.aggregation._engine.mean import Weights, mean_into
+from nvflare_lazy.aggregation._engine.memory import Arena
+from nvflare_lazy.aggregation._engine.rounding import NARROW, round_into
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 EIGHT_BITS = sorted(NARROW - {*SIXTEEN_BITS}, key=str)
@@ -295,7 +296,7 @@ class TestEffort:
         random = np.random.default_rng(0)
         contributions = [narrow_values(random, "ties", torch.bfloat16, EXAMPLES) for _ in range(3)]
         expected = mean(contributions, [1, 2, 3])
-        monkeypatch.setattr("nvflare_lazy.aggregation.inexact_flag._flag", lambda: None)
+        monkeypatch.setattr("nvflare_lazy.aggregation._engine._exact_sum._flag", lambda: None)
         steps.update(second=0, fractions=0)
         assert torch.equal(mean(contributions, [1, 2, 3]).view(torch.int16), expected.view(torch.int16))
         assert 0 < steps["second"] < EXAMPLES / 5

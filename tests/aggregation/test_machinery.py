@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvflare_lazy.aggregation.memory import BLOCK, Arena, MemoryPlan, plan_memory
-from nvflare_lazy.aggregation.rules.sorting_network import sorting_network
-from nvflare_lazy.aggregation.vectors import InputVector, OutputVector
-from nvflare_lazy.aggregation.workers import Watch, work_through
+from nvflare_lazy.aggregation._engine.memory import BLOCK, Arena, MemoryPlan, plan_memory
+from nvflare_lazy.aggregation._engine.threads import Watch, work_through
+from nvflare_lazy.aggregation._engine.tile_io import InputVector, OutputVector
+from nvflare_lazy.aggregation.rules._sorting_network import sorting_network
 from nvflare_lazy.errors import MemoryBudgetError, TruncatedSourceError
 from nvflare_lazy.formats import StreamingWriter, TensorMeta
 from nvflare_lazy.tensors.dtypes import by_torch

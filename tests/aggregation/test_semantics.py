@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import nvflare_lazy
 from nvflare_lazy.aggregation import METADATA_KEY, Aggregation, Progress, aggregate
-from nvflare_lazy.aggregation.vectors import OutputVector
+from nvflare_lazy.aggregation._engine.tile_io import OutputVector
 from nvflare_lazy.errors import (
     AggregationCancelledError,
     AggregationDtypeError,

@@ -23,7 +23,7 @@ from nvflare_lazy.aggregation import (
     apply_difference,
     to_optimizer,
 )
-from nvflare_lazy.aggregation.optimizer_state import OptimizerStates
+from nvflare_lazy.aggregation._optimizer_state import OptimizerStates
 from nvflare_lazy.errors import AggregationDtypeError, MismatchError, OptimizerStateError
 from nvflare_lazy.formats import StreamingWriter
 from tests.aggregation.contributions import bits, random_tensor

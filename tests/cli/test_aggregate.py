@@ -113,7 +113,7 @@ def test_who_does_not_fit(cli, models, tmp_path):
 
 def test_who_cannot_be_read(cli, models, tmp_path, monkeypatch):
     """Is left out, said, and noticed by a script: the exit code is 1 though there is a result."""
-    from nvflare_lazy.aggregation.vectors import InputVector
+    from nvflare_lazy.aggregation._engine.tile_io import InputVector
     from nvflare_lazy.errors import SourceError
 
     read = InputVector.read

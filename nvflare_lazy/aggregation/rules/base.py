@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
+from nvflare_lazy.aggregation._engine.rounding import ROUNDING_BYTES, round_into
 from nvflare_lazy.aggregation.reduction import Reduction
-from nvflare_lazy.aggregation.rounding import ROUNDING_BYTES, round_into
 from nvflare_lazy.errors import AggregationDtypeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nvflare_lazy.aggregation._engine.tile import Group, Tile
     from nvflare_lazy.aggregation.statistics import Statistic
-    from nvflare_lazy.aggregation.tile import Group, Tile
 
 
 class Round(Protocol):

@@ -9,20 +9,27 @@ that bound hides whether they took part at all.
 from __future__ import annotations
 
 import math
+import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from nvflare_lazy.aggregation.noise import GaussianNoise
 from nvflare_lazy.aggregation.reduction import LinearCombination
 from nvflare_lazy.aggregation.rules.base import Rule
 from nvflare_lazy.aggregation.statistics import SquaredNorms
 from nvflare_lazy.errors import MissingReferenceError
 
 if TYPE_CHECKING:
+    import torch
+
+    from nvflare_lazy.aggregation._engine.tile import Tile
     from nvflare_lazy.aggregation.reduction import Reduction
     from nvflare_lazy.aggregation.rules.base import Round
+
+# Each block of the model has its own random stream: the noise of an element depends on the seed and the place of the
+# element, whatever tile it is in and whichever thread adds it.
+_BLOCK = 16384
 
 
 @dataclass(frozen=True)
@@ -85,3 +92,29 @@ class ClippedMean(Rule):
             has_reference=is_full,
             noise=GaussianNoise(std, self.seed) if std else None,
         )
+
+
+class GaussianNoise:
+    """Independent normal noise.
+
+    Args:
+        std: Its standard deviation.
+        seed: Where to begin; from the operating system, if not given. Who knows it can take the noise away.
+    """
+
+    def __init__(self, std: float, seed: int | None = None) -> None:
+        self.std = std
+        entropy = secrets.randbits(128) if seed is None else seed
+        self._key = np.random.SeedSequence(entropy).generate_state(2, np.uint64)
+
+    def add_to(self, values: torch.Tensor, tile: Tile) -> None:
+        """Add the noise of a tile to its values."""
+        array = values.numpy()
+        stop = tile.start + tile.count
+        for number in range(tile.start // _BLOCK, -(-stop // _BLOCK)):
+            counter = np.array([0, 0, number, tile.group.index], dtype=np.uint64)
+            stream = np.random.Generator(np.random.Philox(key=self._key, counter=counter))
+            begin = number * _BLOCK
+            first, last = max(begin, tile.start), min(begin + _BLOCK, stop)
+            noise = stream.standard_normal(last - begin)[first - begin :]
+            array[first - tile.start : last - tile.start] += self.std * noise

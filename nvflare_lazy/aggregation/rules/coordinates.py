@@ -12,16 +12,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from nvflare_lazy.aggregation.exact_mean import MEAN_BYTES, Weights, mean_into
+from nvflare_lazy.aggregation._engine.mean import MEAN_BYTES, Weights, mean_into
 from nvflare_lazy.aggregation.reduction import Reduction
+from nvflare_lazy.aggregation.rules._sorting_network import bytes_for_sorting, sorted_values
 from nvflare_lazy.aggregation.rules.base import Rule, refuse_complex
-from nvflare_lazy.aggregation.rules.sorting_network import bytes_for_sorting, sorted_values
 
 if TYPE_CHECKING:
     import torch
 
+    from nvflare_lazy.aggregation._engine.tile import Group, Tile
     from nvflare_lazy.aggregation.rules.base import Round
-    from nvflare_lazy.aggregation.tile import Group, Tile
 
 
 @dataclass(frozen=True)

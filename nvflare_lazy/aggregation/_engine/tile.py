@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from nvflare_lazy.aggregation.rounding import FLOATS, SUMMABLE
+from nvflare_lazy.aggregation._engine.rounding import FLOATS, SUMMABLE
 from nvflare_lazy.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
-    from nvflare_lazy.aggregation.memory import Arena
-    from nvflare_lazy.aggregation.vectors import InputVector
+    from nvflare_lazy.aggregation._engine.memory import Arena
+    from nvflare_lazy.aggregation._engine.tile_io import InputVector
 
 #: What to do about NaN and infinity in a contribution.
 NonFinitePolicy = Literal["keep", "leave_out", "error"]

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvflare_lazy.aggregation.memory import BLOCK, plan_memory
-from nvflare_lazy.aggregation.tile import Tile
-from nvflare_lazy.aggregation.vectors import OutputVector
-from nvflare_lazy.aggregation.workers import work_through
+from nvflare_lazy.aggregation._engine.memory import BLOCK, plan_memory
+from nvflare_lazy.aggregation._engine.threads import work_through
+from nvflare_lazy.aggregation._engine.tile import Tile
+from nvflare_lazy.aggregation._engine.tile_io import OutputVector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from nvflare_lazy.aggregation.memory import Arena
+    from nvflare_lazy.aggregation._engine.memory import Arena
+    from nvflare_lazy.aggregation._engine.threads import Watch
+    from nvflare_lazy.aggregation._engine.tile import Group, NonFinitePolicy
     from nvflare_lazy.aggregation.reduction import Reduction
     from nvflare_lazy.aggregation.statistics import Statistic
-    from nvflare_lazy.aggregation.tile import Group, NonFinitePolicy
-    from nvflare_lazy.aggregation.workers import Watch
     from nvflare_lazy.formats.streaming_writer import StreamingWriter
 
 # Statistics are summed by stretches of this many elements, and these one after the other, whatever the tile size.

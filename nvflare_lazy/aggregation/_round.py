@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy._text import parse_size
-from nvflare_lazy.aggregation.agreement import agree, checked_weights, groups_of, meta_of, reasons
-from nvflare_lazy.aggregation.contributions import read_entries
-from nvflare_lazy.aggregation.engine import Engine
+from nvflare_lazy.aggregation._engine.passes import Engine
+from nvflare_lazy.aggregation._engine.tile import ContributionError
 from nvflare_lazy.aggregation.report import AggregationReport, Provenance, shares_of
-from nvflare_lazy.aggregation.tile import ContributionError
+from nvflare_lazy.aggregation.schema import agree, checked_weights, groups_of, meta_of, read_entries, reasons
 from nvflare_lazy.errors import (
     NonFiniteError,
     NothingToAggregateError,
@@ -36,12 +35,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from nvflare_lazy.aggregation.aggregate import Aggregation
-    from nvflare_lazy.aggregation.agreement import Agreement
+    from nvflare_lazy.aggregation._engine.threads import Watch
+    from nvflare_lazy.aggregation.api import Aggregation
     from nvflare_lazy.aggregation.reduction import Reduction
     from nvflare_lazy.aggregation.rules import Rule
+    from nvflare_lazy.aggregation.schema import Agreement
     from nvflare_lazy.aggregation.statistics import Statistic
-    from nvflare_lazy.aggregation.workers import Watch
     from nvflare_lazy.tensors.entry import TensorEntry
 
 logger = logging.getLogger(__name__)

@@ -1,18 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weighted sums of a few elements in twice the precision of float64, and in fractions where even that is not enough.
+"""Weighted sums of a few elements in twice the precision of float64, and the processor's flag of inexact operations.
 
-What a mean falls back on for the elements of a tile that its plain sum cannot decide.
+The mean uses these sums for the elements of a tile that its plain sum cannot decide. Every CPU keeps the flag at no
+cost, one per thread, as IEEE 754 requires. If a tile is summed and the flag is still clear, all its sums are exact;
+nothing else shows that as cheaply.
 """
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
 import math
+import platform
 from fractions import Fraction
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvflare_lazy.aggregation.rounding import FLOATS, NARROW
+from nvflare_lazy.aggregation._engine.rounding import FLOATS, NARROW
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# FE_INEXACT of <fenv.h>.
+_MASKS = {"x86_64": 0x20, "AMD64": 0x20, "aarch64": 0x10, "arm64": 0x10}
 
 # Sign and magnitude of a factor whose product with 24 bits is exact.
 _HALF_BITS = 29
@@ -132,3 +144,54 @@ def round_to_odd(value: Fraction) -> float:
     if error == 0 or math.frexp(nearest)[0] * 2**53 % 2 == 1:
         return nearest
     return math.nextafter(nearest, math.inf if error > 0 else -math.inf)
+
+
+class InexactFlag:
+    """The flag of the thread that asks."""
+
+    def __init__(self, mask: int, clear: Callable[[int], int], test: Callable[[int], int]) -> None:
+        self._mask = mask
+        self._clear = clear
+        self._test = test
+
+    def clear(self) -> None:
+        """Take the flag down."""
+        self._clear(self._mask)
+
+    def is_up(self) -> bool:
+        """Whether an operation since the last `clear` had to round."""
+        return bool(self._test(self._mask))
+
+
+def inexact_flag() -> InexactFlag | None:
+    """Return the flag, or None where it cannot be had or does not tell of all that torch computes.
+
+    It does only where torch computes on the calling thread alone, after `torch.set_num_threads(1)` in it.
+    """
+    return _flag() if torch.get_num_threads() == 1 else None
+
+
+@cache
+def _flag() -> InexactFlag | None:
+    mask = _MASKS.get(platform.machine())
+    if mask is None:
+        return None
+    try:
+        # Without letting go of the interpreter: getting it back from another thread takes much longer than the call.
+        libm = ctypes.PyDLL(ctypes.util.find_library("m") or "libm.so.6")
+        flag = InexactFlag(mask, libm.feclearexcept, libm.fetestexcept)
+    except (OSError, AttributeError):
+        return None
+    return flag if _works(flag) else None
+
+
+def _works(flag: InexactFlag) -> bool:
+    # Short enough for torch to compute on this thread, whatever its settings.
+    one, small = torch.ones(259, dtype=torch.float64), torch.zeros(259, dtype=torch.float64)
+    seen = []
+    for last in (0.0, 2.0**-60, 0.0):
+        small[-1] = last
+        flag.clear()
+        torch.add(one, small)
+        seen.append(flag.is_up())
+    return seen == [False, True, False]

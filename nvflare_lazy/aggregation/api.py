@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from nvflare_lazy._text import parse_size
-from nvflare_lazy.aggregation.agreement import MismatchPolicy
+from nvflare_lazy.aggregation._engine.threads import Progress, Watch
+from nvflare_lazy.aggregation._engine.tile import NonFinitePolicy
+from nvflare_lazy.aggregation._round import AggregationResult, RunningRound
 from nvflare_lazy.aggregation.rules import Rule, to_rule
-from nvflare_lazy.aggregation.running_round import AggregationResult, RunningRound
-from nvflare_lazy.aggregation.tile import NonFinitePolicy
-from nvflare_lazy.aggregation.workers import Progress, Watch
+from nvflare_lazy.aggregation.schema import MismatchPolicy
 
 if TYPE_CHECKING:
     import os

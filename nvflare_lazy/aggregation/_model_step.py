@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvflare_lazy.aggregation.agreement import meta_of
-from nvflare_lazy.aggregation.contributions import read_entries
-from nvflare_lazy.aggregation.memory import Arena, plan_memory
-from nvflare_lazy.aggregation.optimizer_state import ModelFingerprint
-from nvflare_lazy.aggregation.rounding import FLOATS, ROUNDING_BYTES, round_into
-from nvflare_lazy.aggregation.vectors import InputVector, OutputVector, real_dtype, real_numel
-from nvflare_lazy.aggregation.workers import work_through
+from nvflare_lazy.aggregation._engine.memory import Arena, plan_memory
+from nvflare_lazy.aggregation._engine.rounding import FLOATS, ROUNDING_BYTES, round_into
+from nvflare_lazy.aggregation._engine.threads import work_through
+from nvflare_lazy.aggregation._engine.tile_io import InputVector, OutputVector, real_dtype, real_numel
+from nvflare_lazy.aggregation._optimizer_state import ModelFingerprint
+from nvflare_lazy.aggregation.schema import meta_of, read_entries
 from nvflare_lazy.errors import AggregationDtypeError, MismatchError
 from nvflare_lazy.formats import StreamingWriter
 from nvflare_lazy.tensors.entry import TensorSpec
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from nvflare_lazy.aggregation.optimizer_state import OptimizerStates
+    from nvflare_lazy.aggregation._engine.threads import Watch
+    from nvflare_lazy.aggregation._optimizer_state import OptimizerStates
     from nvflare_lazy.aggregation.server_optimizers import ServerOptimizer, UnknownModelPolicy
-    from nvflare_lazy.aggregation.workers import Watch
     from nvflare_lazy.tensors.entry import TensorEntry
 
 

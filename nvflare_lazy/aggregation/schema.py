@@ -10,18 +10,28 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from nvflare_lazy.aggregation.rounding import FLOATS
-from nvflare_lazy.aggregation.tile import Group
-from nvflare_lazy.aggregation.vectors import InputVector, real_numel
-from nvflare_lazy.errors import AggregationDtypeError, MismatchError, NothingToAggregateError, WeightError
+from nvflare_lazy.aggregation._engine.rounding import FLOATS
+from nvflare_lazy.aggregation._engine.tile import Group
+from nvflare_lazy.aggregation._engine.tile_io import InputVector, real_numel
+from nvflare_lazy.errors import (
+    AggregationDtypeError,
+    MismatchError,
+    NothingToAggregateError,
+    UnsupportedDtypeError,
+    UnsupportedTensorError,
+    WeightError,
+)
 from nvflare_lazy.formats.safetensors_layout import TensorMeta, in_file_order
 from nvflare_lazy.tensors import dtypes
+from nvflare_lazy.tensors.entry import entry_of
+from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Mapping, Sequence
 
     from nvflare_lazy.tensors.entry import TensorEntry, TensorSpec
@@ -32,6 +42,37 @@ _COMPUTABLE = FLOATS | {
     *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16),
     *(torch.uint32, torch.int32, torch.uint64, torch.int64, torch.complex64),
 }
+
+
+def read_entries(
+    tensors: Mapping[str, Any], owner: str, exclude: re.Pattern[str] | None = None
+) -> dict[str, TensorEntry]:
+    """Return the entries of a contribution by name; no tensor is read.
+
+    Args:
+        tensors: Tensors or arrays by name, lazy or not.
+        owner: Whose they are, for messages.
+        exclude: Pass over what has such a name, whatever it is.
+
+    Raises:
+        UnsupportedTensorError: One is none, or has no dense elements.
+        UnsupportedDtypeError: One is of a type that torch has not.
+    """
+    # Twenty thousand recipes are at hand at once; making lazy tensors of them first would take a second.
+    values: Mapping[str, Any] = tensors.entries if isinstance(tensors, LazyTensorDict) else tensors
+    entries = {}
+    for name, value in values.items():
+        if not isinstance(name, str):
+            raise UnsupportedTensorError(f"a tensor of {owner} has the name {name!r}, which is no text: give it one")
+        if exclude is not None and exclude.search(name):
+            continue
+        try:
+            entries[name] = entry = entry_of(value)
+            if entry.element_type.torch is None:
+                _ = entry.dtype  # raises
+        except (UnsupportedTensorError, UnsupportedDtypeError) as error:
+            raise type(error)(f"{name!r} of {owner}: {error}; exclude it, or convert it first") from error
+    return entries
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nvflare_lazy.aggregation.exact_sum import (
+from nvflare_lazy.aggregation._engine._exact_sum import (
     ExactSum,
     as_python,
     from_python,
+    inexact_flag,
     pick,
     put,
     round_to_odd,
     significant_bits,
 )
-from nvflare_lazy.aggregation.inexact_flag import inexact_flag
-from nvflare_lazy.aggregation.rounding import FLOATS, ROUNDING_BYTES, round_into, to_precision
+from nvflare_lazy.aggregation._engine.rounding import FLOATS, ROUNDING_BYTES, round_into, to_precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from nvflare_lazy.aggregation.memory import Arena
+    from nvflare_lazy.aggregation._engine.memory import Arena
 
 #: What a mean takes of an arena for each element, beside the values: the sum, and what happens to it one by one.
 MEAN_BYTES = 8 + max(8, ROUNDING_BYTES)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nvflare_lazy.aggregation.rounding import FLOATS
+from nvflare_lazy.aggregation._engine.rounding import FLOATS
 
 if TYPE_CHECKING:
-    from nvflare_lazy.aggregation.tile import Tile
+    from nvflare_lazy.aggregation._engine.tile import Tile
 
 _SIGN = -(1 << 63)
 
