@@ -20,8 +20,11 @@ from nvflare_lazy.tensors.entry import array_rows, entry_of
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.tensor_memory import storage_bytes
+from nvflare_lazy.transport.nvflare_items.format import pack_array, pack_tensor, unpack_arrays, unpack_tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from nvflare_lazy.tensors.byte_source import ByteSource
 
 
@@ -66,6 +69,18 @@ class Family(ABC):
     def unknown(self) -> tuple[Any, tuple[int, ...]]:
         """Return the dtype and shape that a value has of which nothing is known, because it never came."""
 
+    @abstractmethod
+    def pack_item(self, name: str, value: Any, source: ByteSource) -> bytearray | memoryview:
+        """Write a value, whose row-major bytes are `source`, in NVFlare's item format."""
+
+    @abstractmethod
+    def unpack_item(self, item: Any, sender: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
+        """Read name, dtype, shape and bytes of each value in an item in NVFlare's format.
+
+        Raises:
+            ProtocolError: If the item is not what its header says.
+        """
+
     def nbytes(self, dtype: Any, shape: tuple[int, ...]) -> int:
         """Return the bytes of a value."""
         return prod(shape) * int(dtype.itemsize)
@@ -108,6 +123,12 @@ class TorchFamily(Family):
 
     def unknown(self) -> tuple[torch.dtype, tuple[int, ...]]:
         return torch.float32, (1,)
+
+    def pack_item(self, name: str, value: torch.Tensor, source: ByteSource) -> bytearray:
+        return pack_tensor(name, value, source)
+
+    def unpack_item(self, item: Any, sender: str) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], memoryview]]:
+        return unpack_tensors(item, sender)
 
 
 class NumpyFamily(Family):
@@ -156,6 +177,12 @@ class NumpyFamily(Family):
 
     def unknown(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
         return np.dtype(np.float32), (1,)
+
+    def pack_item(self, name: str, value: np.ndarray[Any, Any], source: ByteSource) -> memoryview:
+        return pack_array(name, value)
+
+    def unpack_item(self, item: Any, sender: str) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...], memoryview]]:
+        return unpack_arrays(item, sender)
 
 
 _TORCH_TYPES: dict[str, torch.dtype] = {

@@ -13,7 +13,6 @@ from nvflare_lazy.errors import TransferAbortedError
 from nvflare_lazy.tensors.tensor_file import TemporaryPath, TensorFile
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport._received_files import AppendingShards, PreallocatedShards, ReceiveDirectory, ReceivedTensor
-from nvflare_lazy.transport.nvflare_items.format import unpack_item
 from nvflare_lazy.transport.receive import PayloadConsumer
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ class DiskConsumer(PayloadConsumer):
                 self._shards = AppendingShards(self.family, self.directory)
             assert isinstance(self._shards, AppendingShards)
             for item in items:
-                for name, dtype, shape, data in unpack_item(self.family, item, self._peer):
+                for name, dtype, shape, data in self.family.unpack_item(item, self._peer):
                     self._shards.append(name, dtype, shape, data)
                     result[name] = self._shards.locations[name]
         return result

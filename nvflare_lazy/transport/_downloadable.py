@@ -15,10 +15,8 @@ from nvflare.fuel.f3.streaming.download_service import Downloadable, ProduceRC
 
 from nvflare_lazy.errors import PeerLostError, ProtocolError
 from nvflare_lazy.tensors.byte_source import MemorySource
-from nvflare_lazy.transport import _nvflare_private, offload
-from nvflare_lazy.transport.nvflare_items.format import pack_item
+from nvflare_lazy.transport import _nvflare_private, offload, ways
 from nvflare_lazy.transport.segments import manifest as manifests
-from nvflare_lazy.transport.segments import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,8 +61,8 @@ class PayloadDownloadable(Downloadable):
         """Start to answer requests for segments."""
         self._ref_id = ref_id
         if self._cell is not None:
-            self._runtime.server.listen(self._cell)
-            self._runtime.server.offer(ref_id, self._payload)
+            for way in ways.WAYS:
+                way.serve(self._payload, ref_id, self._cell, self._runtime)
 
     def get_item_count(self) -> int:
         """Return the number of tensors."""
@@ -76,15 +74,11 @@ class PayloadDownloadable(Downloadable):
 
     def produce(self, state: dict[str, Any] | None, requester: str) -> tuple[str, Any, dict[str, Any]]:
         """Answer one request of NVFlare's protocol; see `Downloadable`."""
-        if not state and self.size and self._ref_id is not None and self._cell is not None:
-            # No items, and one more key in the state: a stock receiver sends both back and goes on from item 0.
-            manifest = self._payload.manifest
-            offer = protocol.Offer(self.size, manifest.nbytes, len(self._payload.encoded_manifest))
-            return (
-                ProduceRC.OK,
-                [],
-                {_nvflare_private.START: 0, _nvflare_private.COUNT: 0, protocol.KEY: offer.to_state()},
-            )
+        if not state and self._ref_id is not None and self._cell is not None:
+            # No items, and more keys in the state: a stock receiver sends both back and goes on from item 0.
+            offers = {key: value for way in ways.WAYS for key, value in way.offer(self._payload).items()}
+            if offers:
+                return ProduceRC.OK, [], {_nvflare_private.START: 0, _nvflare_private.COUNT: 0, **offers}
         start = 0
         if state:
             start = _count(state.get(_nvflare_private.START, 0)) + _count(state.get(_nvflare_private.COUNT, 0))
@@ -111,7 +105,8 @@ class PayloadDownloadable(Downloadable):
     def transaction_done(self, transaction_id: str, status: str) -> None:
         """Answer no more requests."""
         if self._ref_id is not None:
-            self._runtime.server.withdraw(self._ref_id)
+            for way in ways.WAYS:
+                way.withdraw(self._ref_id, self._runtime)
 
     def release(self) -> None:
         """Let go of the tensors."""
@@ -209,7 +204,7 @@ class Payload:
     def stock_item(self, index: int) -> bytearray | memoryview:
         """Return one tensor in the form that NVFlare's own receivers take: whole."""
         name = self.names[index]
-        return pack_item(self.family, name, self._held()[name], self._source(name))
+        return self.family.pack_item(name, self._held()[name], self._source(name))
 
     def stock_item_nbytes(self, index: int) -> int:
         """Return about how long that is, without making it."""

@@ -8,7 +8,6 @@ from bisect import bisect_right
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nvflare_lazy.errors import ProtocolError
-from nvflare_lazy.transport.nvflare_items.format import unpack_item
 from nvflare_lazy.transport.receive import PayloadConsumer
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class MemoryConsumer(PayloadConsumer):
             raise TypeError(f"items must be a list, not a {type(items).__name__}")
         result = {} if result is None else result
         for item in items:
-            for name, dtype, shape, data in unpack_item(self.family, item, self._peer):
+            for name, dtype, shape, data in self.family.unpack_item(item, self._peer):
                 value, memory = self.family.new(dtype, shape)
                 memory[:] = data
                 self._deliver(name, value, result)

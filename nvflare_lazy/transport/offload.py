@@ -10,21 +10,21 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nvflare.fuel.utils.fobs import FOBSContextKey
 
 from nvflare_lazy.scratch import current_job_scratch, use_job_scratch
 from nvflare_lazy.transport import _nvflare_private
 from nvflare_lazy.transport._flow_control import DEFAULT_BYTES, InflightBudget, Turns
-from nvflare_lazy.transport.segments.client import Inbox
-from nvflare_lazy.transport.segments.server import SegmentServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nvflare_lazy.scratch import JobScratch
     from nvflare_lazy.transport._disk_consumer import DiskConsumer
+
+T = TypeVar("T")
 
 
 class ReceiveMode(NamedTuple):
@@ -48,18 +48,14 @@ class TransferRuntime:
     Attributes:
         budget: Limits the segments in flight.
         throttle: Limits the whole tensors in flight.
-        server: Answers requests for segments.
-        inbox: Hands incoming segments to their downloads.
         downloads: The downloads to disk in progress.
         cleanup: The thread that removes NVFlare's notes of received streams.
-        senders_with_package: Cells that have offered segments; their first answers are small.
+        senders_with_package: Cells that have offered more than whole tensors; their first answers are small.
         on_buffers_released: Called each time a whole tensor has left the memory of this process.
     """
 
     budget: InflightBudget
     throttle: Turns
-    server: SegmentServer
-    inbox: Inbox
     downloads: ActiveDownloads
     cleanup: _nvflare_private.CleanupThread
     senders_with_package: set[str]
@@ -75,8 +71,7 @@ class TransferRuntime:
         self.on_buffers_released = []
         self.budget = InflightBudget(DEFAULT_BYTES if self._mode is None else self._mode.inflight_bytes)
         self.throttle = Turns(self.budget, self.on_buffers_released)
-        self.server = SegmentServer()
-        self.inbox = Inbox()
+        self._shared: dict[type, Any] = {}
         self.downloads = ActiveDownloads()
         self.cleanup = _nvflare_private.CleanupThread()
         self.senders_with_package = set()
@@ -91,6 +86,14 @@ class TransferRuntime:
             before, self._mode = self._mode, mode
             self.budget.resize(DEFAULT_BYTES if mode is None else mode.inflight_bytes)
             return before
+
+    def shared(self, kind: type[T]) -> T:
+        """Return the one object of a class that the transfers of this process share; made on first use."""
+        with self._lock:
+            if kind not in self._shared:
+                self._shared[kind] = kind()
+            made: T = self._shared[kind]
+            return made
 
     def scratch_for(self, fobs_ctx: dict[str, Any] | None) -> JobScratch | None:
         """Return the scratch that a payload goes to, or None if it stays in memory.

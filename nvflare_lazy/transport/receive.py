@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receiver's end of NVFlare's own download protocol: takes an offer of segments if there is one, items if not.
+"""The receiver's end of NVFlare's own download protocol: receives one payload, in the best way offered.
 
 NVFlare's `download_object` does the talking: first contact, retries, the confirmation that all has come, and telling
 the sender when nothing more is wanted. What is between the first reply and the last is done here.
@@ -21,16 +21,12 @@ from nvflare_lazy.errors import (
     NVFlareLazyError,
     PeerLostError,
     ProtocolError,
-    SegmentTimeoutError,
     TransferAbortedError,
     TransferError,
 )
-from nvflare_lazy.transport import _nvflare_private
+from nvflare_lazy.transport import _nvflare_private, ways
 from nvflare_lazy.transport._flow_control import FIRST_ANSWER_BYTES
-from nvflare_lazy.transport.nvflare_items.pull import ReadAhead
-from nvflare_lazy.transport.segments import manifest as manifests
-from nvflare_lazy.transport.segments import protocol
-from nvflare_lazy.transport.segments.client import Fetch, Link
+from nvflare_lazy.transport.segments.client import Link
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,11 +35,10 @@ if TYPE_CHECKING:
     from nvflare_lazy.transport._flow_control import Turn
     from nvflare_lazy.transport._memory_consumer import Sink
     from nvflare_lazy.transport.segments.manifest import Manifest
+    from nvflare_lazy.transport.ways import Way
 
 logger = logging.getLogger(__name__)
 
-# A peer that has just answered through NVFlare answers a request for a segment at once, if it gets there.
-_FIRST_NEWS_SECONDS = 15.0
 _PROGRESS_SECONDS = 5.0
 
 
@@ -56,7 +51,8 @@ class PayloadConsumer(Consumer):
         failure: Why it failed, as an exception.
         result: What has been received.
         nbytes: How many bytes that was.
-        by_segments: Whether they came in segments, and not as whole tensors.
+        way: How they came, for the log.
+        progress: Whom to tell of the progress, or None.
     """
 
     # The state of an offer that was taken is not the state that was offered.
@@ -69,11 +65,11 @@ class PayloadConsumer(Consumer):
         self.failure: BaseException | None = None
         self.result: Any = None
         self.nbytes = 0
-        self.by_segments = False
+        self.way = ""
+        self.progress: ProgressRelay | None = None
         self._link: Link | None = None
-        self._blocked = False
+        self._blocked: list[Way] = []
         self._peer = "the sender"
-        self._progress: ProgressRelay | None = None
         self._cancel = _LinkedSignal()
         self._first_answer: Turn | None = None
 
@@ -94,6 +90,13 @@ class PayloadConsumer(Consumer):
     def discard(self) -> None:
         """Give up what has come so far: the rest will not."""
 
+    @property
+    def link(self) -> Link:
+        """Where the payload is."""
+        if self._link is None:
+            raise TransferError("this consumer is used without a link to a sender")
+        return self._link
+
     # ---- what NVFlare calls ------------------------------------------------------------------------------------
 
     def attach(self, link: Link, progress: ProgressRelay | None = None) -> Link:
@@ -101,7 +104,7 @@ class PayloadConsumer(Consumer):
         self._cancel = _LinkedSignal(parent=link.abort)
         self._link = replace(link, abort=self._cancel)
         self._peer = link.from_fqcn
-        self._progress = progress
+        self.progress = progress
         return self._link
 
     def cancel(self, reason: str) -> None:
@@ -137,62 +140,19 @@ class PayloadConsumer(Consumer):
         if self._link is None:
             self.result = self.consume_items(data, self.result)
             return state
-        offer = protocol.Offer.from_state(state.get(protocol.KEY))
-        if offer is None or data or self._blocked:
-            return self._take_items(self._link, state, data)
-        self._link.runtime.senders_with_package.add(self._link.from_fqcn)
-        self.end_turn()
-        try:
-            self._take_segments(self._link, offer)
-        except SegmentTimeoutError as error:
-            logger.warning("%s; going on with whole tensors", error)
-            self._blocked = True
-            return {_nvflare_private.START: 0, _nvflare_private.COUNT: 0}
-        return {_nvflare_private.START: offer.items, _nvflare_private.COUNT: 0}
-
-    def _take_items(self, link: Link, state: dict[str, Any], data: list[Any]) -> dict[str, Any]:
-        ahead = ReadAhead(link)
-        try:
-            while True:
-                # What comes next is about as large as what has come; only its arrival would tell.
-                ahead.ask_if_there_is_room(state, sum(map(len, data)))
-                self.result = self.consume_items(data, self.result)
-                self.nbytes += sum(map(len, data))
-                if self._progress is not None:
-                    self._progress.bytes_came(self.nbytes)
-                # Emptied, not just let go: NVFlare's loop keeps the first list until the download is over.
-                data.clear()
-                ahead.written()
-                self.end_turn()
-                answer = ahead.take(state)
-                if answer is None or link.abort.triggered:
-                    return state
-                state, data = answer
-        finally:
-            ahead.let_go()
-
-    def _take_segments(self, link: Link, offer: protocol.Offer) -> None:
-        if offer.items > manifests.MOST_ITEMS or offer.manifest_nbytes > manifests.MOST_BYTES:
-            raise ProtocolError(
-                f"{link.from_fqcn} offers {offer.items} tensors in a list of {offer.manifest_nbytes} bytes; "
-                f"at most {manifests.MOST_ITEMS} in {manifests.MOST_BYTES} are taken"
-            )
-        listed = memoryview(bytearray(offer.manifest_nbytes))
-
-        def write(offset: int, data: memoryview) -> None:
-            listed[offset : offset + len(data)] = data
-
-        Fetch(link, protocol.MANIFEST, offer.manifest_nbytes, write, first_news=_FIRST_NEWS_SECONDS).run()
-        manifest = manifests.decode(listed, self.family, link.from_fqcn)
-        if len(manifest.items) != offer.items or manifest.nbytes != offer.nbytes:
-            raise ProtocolError(
-                f"{link.from_fqcn} offers {offer.items} tensors of {offer.nbytes} bytes, but lists "
-                f"{len(manifest.items)} of {manifest.nbytes}"
-            )
-        sink = self.open_sink(manifest)
-        progress = None if self._progress is None else self._progress.bytes_came
-        Fetch(link, protocol.DATA, manifest.nbytes, sink.write, progress=progress).run()
-        self.nbytes, self.by_segments = manifest.nbytes, True
+        if not data:
+            # An offer, and not a whole tensor.
+            self._link.runtime.senders_with_package.add(self._peer)
+            self.end_turn()
+        for way in ways.WAYS:
+            offer = None if way in self._blocked else way.recognize(state, data)
+            if offer is not None:
+                following = way.receive(offer, self)
+                if following is not None:
+                    self.way = way.description
+                    return following
+                self._blocked.append(way)
+        raise ProtocolError(f"{self._peer} offers no way to receive the payload that is not blocked")
 
     def download_completed(self, ref_id: str) -> None:
         """Complete the result."""
@@ -255,7 +215,7 @@ def receive(consumer: PayloadConsumer, link: Link, progress_cb: Callable[..., No
             consumer.nbytes,
             link.from_fqcn,
             time.monotonic() - started,
-            "in segments" if consumer.by_segments else "as whole tensors",
+            consumer.way,
         )
         return consumer.result
     consumer.discard()

@@ -267,9 +267,8 @@ def drop_answers(state: State, every: int) -> None:
 
 def be_impatient(state: State) -> None:
     """Do not wait as long as usual for what does not come."""
-    from nvflare_lazy.transport import receive as consumers
-    from nvflare_lazy.transport.segments import client as fetching
+    from nvflare_lazy.transport.segments import client, way
 
-    consumers._FIRST_NEWS_SECONDS = 0.5
-    fetching._STALL_SECONDS = 0.1
-    fetching._ASK_AGAIN_SECONDS = 0.2
+    way.FIRST_NEWS_SECONDS = 0.5
+    client._STALL_SECONDS = 0.1
+    client._ASK_AGAIN_SECONDS = 0.2

@@ -11,6 +11,8 @@ import io
 import struct
 import zipfile
 import zlib
+from contextlib import contextmanager
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,22 +21,18 @@ from nvflare_lazy.errors import FormatError, ProtocolError, UnsupportedDtypeErro
 from nvflare_lazy.formats.safetensors_header import encode_header, parse_message
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.lazy_array import LazyArray
-from nvflare_lazy.transport._backends import NUMPY, TORCH, array_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nvflare_lazy.tensors.byte_source import ByteSource
-    from nvflare_lazy.transport._backends import Family
 
 _MOST_HEADER_BYTES = 1 << 20
 _MOST_ARRAY_HEADER_BYTES = 128 << 10
 
 
-def pack_item(family: Family, name: str, value: Any, source: ByteSource) -> bytearray | memoryview:
+def pack_tensor(name: str, value: Any, source: ByteSource) -> bytearray:
     """Write one tensor, whose row-major bytes are `source`, as NVFlare does."""
-    if family is NUMPY:
-        return _pack_array(name, value)
     head = _header(name, value.dtype, tuple(value.shape))
     item = bytearray(len(head) + source.nbytes)
     item[: len(head)] = head
@@ -42,16 +40,68 @@ def pack_item(family: Family, name: str, value: Any, source: ByteSource) -> byte
     return item
 
 
-def unpack_item(family: Family, item: Any, peer: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
-    """Read what NVFlare sent: name, dtype, shape and bytes of each tensor in it.
+def pack_array(name: str, array: Any) -> memoryview:
+    """Write one array as NVFlare does."""
+    loaded = array.materialize() if isinstance(array, LazyArray) else array
+    stream = io.BytesIO()
+    with (
+        zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive,
+        archive.open(f"{name}.npy", "w", force_zip64=True) as file,
+    ):
+        np.lib.format.write_array(file, loaded, allow_pickle=False)
+    return stream.getbuffer()
+
+
+def unpack_tensors(item: Any, peer: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
+    """Read tensors that NVFlare sent: name, dtype, shape and bytes of each in an item.
 
     Raises:
-        ProtocolError: If it is not what its header says.
+        ProtocolError: If the item is not what its header says.
     """
+    with _damage_reported(item, peer):
+        header = parse_message(item, f"an item from {peer}", max_header_bytes=_MOST_HEADER_BYTES)
+        view = memoryview(item)
+        for name, (row, shape, offset, nbytes) in header.tensors.items():
+            if row.torch is None:
+                raise ProtocolError(f"{peer} sent {name} as {row.name}, which this release of torch does not have")
+            if row.packed > 1 and shape:
+                shape = (*shape[:-1], shape[-1] // row.packed)
+            if prod(shape) * row.torch.itemsize != nbytes:
+                raise ProtocolError(f"{peer} sent {name} with a row that ends inside of a byte")
+            yield name, row.torch, shape, view[offset : offset + nbytes]
+
+
+def unpack_arrays(item: Any, peer: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
+    """Read arrays that NVFlare sent: name, dtype, shape and bytes of each in an item.
+
+    Raises:
+        ProtocolError: If the item is not what its header says.
+    """
+    with _damage_reported(item, peer):
+        view = memoryview(item)
+        with zipfile.ZipFile(io.BytesIO(item)) as archive:
+            for info in archive.infolist():
+                data = _member(view, info, peer)
+                dtype, shape, fortran, start = _array_header(data)
+                elements = data[start:]
+                if dtype.hasobject or len(elements) != prod(shape) * dtype.itemsize:
+                    raise ProtocolError(
+                        f"{peer} sent {info.filename} with {len(elements)} bytes for {shape} of {dtype}"
+                    )
+                if fortran and len(shape) > 1:
+                    turned = np.frombuffer(elements, dtype).reshape(shape[::-1]).T
+                    elements = np.ascontiguousarray(turned).reshape(-1).view(np.uint8).data
+                yield info.filename.removesuffix(".npy"), dtype, shape, elements
+
+
+@contextmanager
+def _damage_reported(item: Any, peer: str) -> Iterator[None]:
     if not isinstance(item, (bytes, bytearray, memoryview)):
         raise ProtocolError(f"{peer} sent a {type(item).__name__} where the bytes of a tensor were due")
     try:
-        yield from (_arrays if family is NUMPY else _tensors)(item, peer)
+        yield
+    except ProtocolError:
+        raise
     except (FormatError, ValueError, EOFError, OSError, zipfile.BadZipFile, NotImplementedError, KeyError) as error:
         raise ProtocolError(f"{peer} sent a damaged item: {error}") from error
 
@@ -65,34 +115,6 @@ def _header(name: str, dtype: Any, shape: tuple[int, ...]) -> bytes:
         )
     shown = (*shape[:-1], shape[-1] * row.packed) if shape else shape
     return encode_header([(name, row.name, shown)], where=name)[0]
-
-
-def _tensors(item: Any, peer: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
-    header = parse_message(item, f"an item from {peer}", max_header_bytes=_MOST_HEADER_BYTES)
-    view = memoryview(item)
-    for name, (row, shape, offset, nbytes) in header.tensors.items():
-        if row.torch is None:
-            raise ProtocolError(f"{peer} sent {name} as {row.name}, which this release of torch does not have")
-        if row.packed > 1 and shape:
-            shape = (*shape[:-1], shape[-1] // row.packed)
-        if TORCH.nbytes(row.torch, shape) != nbytes:
-            raise ProtocolError(f"{peer} sent {name} with a row that ends inside of a byte")
-        yield name, row.torch, shape, view[offset : offset + nbytes]
-
-
-def _arrays(item: Any, peer: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
-    view = memoryview(item)
-    with zipfile.ZipFile(io.BytesIO(item)) as archive:
-        for info in archive.infolist():
-            data = _member(view, info, peer)
-            dtype, shape, fortran, start = _array_header(data)
-            elements = data[start:]
-            if dtype.hasobject or len(elements) != NUMPY.nbytes(dtype, shape):
-                raise ProtocolError(f"{peer} sent {info.filename} with {len(elements)} bytes for {shape} of {dtype}")
-            if fortran and len(shape) > 1:
-                turned = np.frombuffer(elements, dtype).reshape(shape[::-1]).T
-                elements = array_bytes(np.ascontiguousarray(turned))
-            yield info.filename.removesuffix(".npy"), dtype, shape, elements
 
 
 def _member(archive: memoryview, info: zipfile.ZipInfo, peer: str) -> memoryview:
@@ -116,14 +138,3 @@ def _array_header(data: memoryview) -> tuple[np.dtype[Any], tuple[int, ...], boo
         raise ProtocolError(f"an array of format version {version}, which NVFlare does not send")
     shape, fortran, dtype = read(stream)
     return dtype, shape, fortran, stream.tell()
-
-
-def _pack_array(name: str, array: Any) -> memoryview:
-    loaded = array.materialize() if isinstance(array, LazyArray) else array
-    stream = io.BytesIO()
-    with (
-        zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive,
-        archive.open(f"{name}.npy", "w", force_zip64=True) as file,
-    ):
-        np.lib.format.write_array(file, loaded, allow_pickle=False)
-    return stream.getbuffer()

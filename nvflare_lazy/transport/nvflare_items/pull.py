@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request ahead of what is being written: how whole items of a stock sender come without waiting in between.
+"""NVFlare's own items as a way of transport, one request ahead of what is being written.
 
 NVFlare does this for consumers that never change the state of a download. Ours does, when it takes an offer of
 segments, and finds out only with the first reply whether there is one.
@@ -18,8 +18,58 @@ from nvflare.fuel.f3.streaming.stream_utils import download_request_thread_pool
 from nvflare_lazy.transport import _nvflare_private
 
 if TYPE_CHECKING:
+    from nvflare_lazy.transport._downloadable import Payload
     from nvflare_lazy.transport._flow_control import Turn
+    from nvflare_lazy.transport.offload import TransferRuntime
+    from nvflare_lazy.transport.receive import PayloadConsumer
     from nvflare_lazy.transport.segments.client import Link
+
+
+class NVFlareItems:
+    """What every sender and receiver can do: whole tensors, as NVFlare asks for them and sends them; see `Way`."""
+
+    description = "as whole tensors"
+
+    def serve(self, payload: Payload, ref_id: str, cell: Any, runtime: TransferRuntime) -> None:
+        """Do nothing: NVFlare's own loop asks for items."""
+
+    def offer(self, payload: Payload) -> dict[str, Any]:
+        """Return nothing: whoever does not take an offer gets items."""
+        return {}
+
+    def withdraw(self, ref_id: str, runtime: TransferRuntime) -> None:
+        """Do nothing; see `serve`."""
+
+    def recognize(self, state: dict[str, Any], items: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+        """Return the answer: it is one in NVFlare's protocol, whatever else it offers."""
+        return state, items
+
+    def receive(self, offer: tuple[dict[str, Any], list[Any]], download: PayloadConsumer) -> dict[str, Any]:
+        """Take the items that came, and those after them as long as the sender sends any."""
+        state, data = offer
+        if not data:
+            # The sender offered another way, which was blocked: asked for what follows item 0, it sends items.
+            return {_nvflare_private.START: 0, _nvflare_private.COUNT: 0}
+        link = download.link
+        ahead = ReadAhead(link)
+        try:
+            while True:
+                # What comes next is about as large as what has come; only its arrival would tell.
+                ahead.ask_if_there_is_room(state, sum(map(len, data)))
+                download.result = download.consume_items(data, download.result)
+                download.nbytes += sum(map(len, data))
+                if download.progress is not None:
+                    download.progress.bytes_came(download.nbytes)
+                # Emptied, not just let go: NVFlare's loop keeps the first list until the download is over.
+                data.clear()
+                ahead.written()
+                download.end_turn()
+                answer = ahead.take(state)
+                if answer is None or link.abort.triggered:
+                    return state
+                state, data = answer
+        finally:
+            ahead.let_go()
 
 
 class ReadAhead:

@@ -40,6 +40,8 @@ _PARTS_OF_A_JOB = 2
 _COPIES = 2
 # How often a download that waits looks at its abort signal.
 _POLL_SECONDS = 0.1
+# A sender that has just answered through NVFlare answers a request for a segment at once, if it gets there.
+FIRST_NEWS_SECONDS = 15.0
 # After this time without news, what is under way no longer counts in the budget: a peer that stalls would take it
 # from the others.
 _STALL_SECONDS = 3.0
@@ -172,14 +174,14 @@ class Fetch:
         """Fetch everything, or raise why that cannot be."""
         if not self._nbytes:
             return
-        self._number = self.link.runtime.inbox.open(self)
+        self._number = self.link.runtime.shared(Inbox).open(self)
         try:
             while not self._is_complete():
                 self._check()
                 self._ask_for_more()
                 self._wait()
         finally:
-            self.link.runtime.inbox.close(self._number)
+            self.link.runtime.shared(Inbox).close(self._number)
             self._close()
 
     def _is_complete(self) -> bool:

@@ -14,14 +14,11 @@ from nvflare.fuel.f3.streaming.download_service import ProduceRC, request_downlo
 from nvflare_lazy.errors import PeerLostError, ProtocolError, SegmentTimeoutError
 from nvflare_lazy.tensors.byte_source import ByteSource, MemorySource
 from nvflare_lazy.transport import _nvflare_private, offload
-from nvflare_lazy.transport.nvflare_items.format import unpack_item
 from nvflare_lazy.transport.segments import protocol
-from nvflare_lazy.transport.segments.client import Fetch, Link
+from nvflare_lazy.transport.segments.client import FIRST_NEWS_SECONDS, Fetch, Link
 
 if TYPE_CHECKING:
     from nvflare_lazy.transport._backends import Family
-
-_FIRST_NEWS_SECONDS = 15.0
 
 
 class RemoteSource(ByteSource):
@@ -49,7 +46,7 @@ class RemoteSource(ByteSource):
             write,
             item=self._item,
             start=offset,
-            first_news=_FIRST_NEWS_SECONDS,
+            first_news=FIRST_NEWS_SECONDS,
         ).run()
 
     def describe(self) -> str:
@@ -100,7 +97,7 @@ def _whole_item(ref: Any, family: Family, link: Link) -> Any:
     items = payload.get(_nvflare_private.DATA)
     if payload.get(_nvflare_private.STATUS) != ProduceRC.OK or not items:
         raise ProtocolError(f"{link.from_fqcn} has no {ref.item_id}")
-    for name, dtype, shape, data in unpack_item(family, items[0], link.from_fqcn):
+    for name, dtype, shape, data in family.unpack_item(items[0], link.from_fqcn):
         if name == ref.item_id:
             return family.lazy(MemorySource(bytes(data)), dtype, shape)
     raise ProtocolError(f"{link.from_fqcn} sent another item than {ref.item_id}")

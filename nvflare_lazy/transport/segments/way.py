@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Segments as a way of transport: offers a payload as a run of bytes, and receives one that is offered so."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from nvflare_lazy.errors import ProtocolError, SegmentTimeoutError
+from nvflare_lazy.transport import _nvflare_private
+from nvflare_lazy.transport.segments import manifest as manifests
+from nvflare_lazy.transport.segments import protocol
+from nvflare_lazy.transport.segments.client import FIRST_NEWS_SECONDS, Fetch
+from nvflare_lazy.transport.segments.server import SegmentServer
+
+if TYPE_CHECKING:
+    from nvflare_lazy.transport._downloadable import Payload
+    from nvflare_lazy.transport.offload import TransferRuntime
+    from nvflare_lazy.transport.receive import PayloadConsumer
+
+logger = logging.getLogger(__name__)
+
+
+class Segments:
+    """Both ends have this package: the receiver asks for ranges of the payload's bytes; see `Way`."""
+
+    description = "in segments"
+
+    def serve(self, payload: Payload, ref_id: str, cell: Any, runtime: TransferRuntime) -> None:
+        """Answer requests for segments."""
+        server = runtime.shared(SegmentServer)
+        server.listen(cell)
+        server.offer(ref_id, payload)
+
+    def offer(self, payload: Payload) -> dict[str, Any]:
+        """Say how many tensors and bytes there are, and how long the manifest is."""
+        if not payload.names:
+            return {}
+        offer = protocol.Offer(len(payload.names), payload.manifest.nbytes, len(payload.encoded_manifest))
+        return {protocol.KEY: offer.to_state()}
+
+    def withdraw(self, ref_id: str, runtime: TransferRuntime) -> None:
+        """Answer no more requests."""
+        runtime.shared(SegmentServer).withdraw(ref_id)
+
+    def recognize(self, state: dict[str, Any], items: list[Any]) -> protocol.Offer | None:
+        """Return the offer; a sender that sends items has settled for those."""
+        return None if items else protocol.Offer.from_state(state.get(protocol.KEY))
+
+    def receive(self, offer: protocol.Offer, download: PayloadConsumer) -> dict[str, Any] | None:
+        """Fetch the manifest, check it, and fetch all bytes."""
+        try:
+            _fetch(offer, download)
+        except SegmentTimeoutError as error:
+            logger.warning("%s; going on with whole tensors", error)
+            return None
+        return {_nvflare_private.START: offer.items, _nvflare_private.COUNT: 0}
+
+
+def _fetch(offer: protocol.Offer, download: PayloadConsumer) -> None:
+    link = download.link
+    if offer.items > manifests.MOST_ITEMS or offer.manifest_nbytes > manifests.MOST_BYTES:
+        raise ProtocolError(
+            f"{link.from_fqcn} offers {offer.items} tensors in a list of {offer.manifest_nbytes} bytes; "
+            f"at most {manifests.MOST_ITEMS} in {manifests.MOST_BYTES} are taken"
+        )
+    listed = memoryview(bytearray(offer.manifest_nbytes))
+
+    def write(offset: int, data: memoryview) -> None:
+        listed[offset : offset + len(data)] = data
+
+    Fetch(link, protocol.MANIFEST, offer.manifest_nbytes, write, first_news=FIRST_NEWS_SECONDS).run()
+    manifest = manifests.decode(listed, download.family, link.from_fqcn)
+    if len(manifest.items) != offer.items or manifest.nbytes != offer.nbytes:
+        raise ProtocolError(
+            f"{link.from_fqcn} offers {offer.items} tensors of {offer.nbytes} bytes, but lists "
+            f"{len(manifest.items)} of {manifest.nbytes}"
+        )
+    sink = download.open_sink(manifest)
+    progress = None if download.progress is None else download.progress.bytes_came
+    Fetch(link, protocol.DATA, manifest.nbytes, sink.write, progress=progress).run()
+    download.nbytes = manifest.nbytes

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways in which a payload can travel, best first: the one list that a further way is added to.
+
+A sender offers a payload in every way that it can; the receiver takes the first way that it recognizes an offer of.
+Offers travel in the state of NVFlare's download protocol, where a receiver without this package echoes what it does not
+know. A way is a subpackage with a class like `Way`, and one line in `WAYS`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nvflare_lazy.transport.nvflare_items.pull import NVFlareItems
+from nvflare_lazy.transport.segments.way import Segments
+
+if TYPE_CHECKING:
+    from nvflare_lazy.transport._downloadable import Payload
+    from nvflare_lazy.transport.offload import TransferRuntime
+    from nvflare_lazy.transport.receive import PayloadConsumer
+
+
+class Way(Protocol):
+    """One way in which a payload can travel.
+
+    It keeps no state: objects that all transfers of a process share are in `TransferRuntime.shared()`.
+    """
+
+    @property
+    def description(self) -> str:
+        """How the log says that a payload came this way."""
+
+    def serve(self, payload: Payload, ref_id: str, cell: Any, runtime: TransferRuntime) -> None:
+        """Begin to answer requests for a payload at a cell, without keeping the payload alive."""
+
+    def offer(self, payload: Payload) -> dict[str, Any]:
+        """Return what to add to the state of a download of this payload; empty if it cannot travel this way."""
+
+    def withdraw(self, ref_id: str, runtime: TransferRuntime) -> None:
+        """Answer no more requests for a payload."""
+
+    def recognize(self, state: dict[str, Any], items: list[Any]) -> Any:
+        """Return the offer in a sender's answer, or None.
+
+        Args:
+            state: The state of the download.
+            items: Items in NVFlare's form that came with it.
+        """
+
+    def receive(self, offer: Any, download: PayloadConsumer) -> dict[str, Any] | None:
+        """Receive a payload.
+
+        Returns:
+            The state in which NVFlare's own loop continues; None if this way is blocked, and the next one has to do.
+        """
+
+
+WAYS: tuple[Way, ...] = (
+    Segments(),
+    NVFlareItems(),
+)
