@@ -30,7 +30,7 @@ def clean(scratch_dir: str | None, remove: bool, include_other_hosts: bool) -> N
     if include_other_hosts and not remove:
         raise click.UsageError("--include-other-hosts requires --remove.")
     if remove:
-        reclaimed = reclaim(scratch_dir, other_hosts=include_other_hosts)
+        reclaimed = reclaim(scratch_dir, include_other_hosts=include_other_hosts)
         for gone in reclaimed:
             click.echo(f"Removed {gone.path}: {format_size(gone.nbytes)}, job {printable(gone.job)!r}, {gone.reason}")
         total = sum(gone.nbytes for gone in reclaimed)

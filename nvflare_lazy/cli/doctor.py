@@ -96,7 +96,7 @@ def check_scratch(scratch_dir: str | None) -> Iterator[Check]:
         yield Check(ERROR, f"Scratch: {error}")
         return
     with job:
-        report = job.report
+        report = job.root_info
         for warning in report.warnings:
             yield Check(WARNING if report.writable else ERROR, f"Scratch: {warning}")
         free = job.free()

@@ -21,7 +21,7 @@ class InScratch:
     """A file in a leased directory, which goes with it."""
 
     def __init__(self, job: JobScratch, nbytes: int) -> None:
-        self._download = job.download("aggregate", expect=nbytes)
+        self._download = job.download("aggregate", reserve=nbytes)
         self.path = self._download.path / "model.safetensors"
 
     def adopt(self) -> None:

@@ -30,7 +30,7 @@ from nvflare_lazy.flare.malloc_tuning import MallocTrimmer, tune_malloc
 from nvflare_lazy.flare.result_validation import find_shape_mismatch
 from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
 from nvflare_lazy.flare.weights import is_lazy, is_weight
-from nvflare_lazy.scratch import JobScratch, use_job_scratch
+from nvflare_lazy.scratch import JobScratch, swap_job_scratch
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.failed import failure_of
 from nvflare_lazy.transport.registration import register, registered
@@ -126,7 +126,7 @@ class TensorOffload(FLComponent):
             self.system_panic(f"no scratch for tensors: {error}", fl_ctx)
             return
         mode = offload.ReceiveMode(on_disk=True, inflight_bytes=self._inflight_bytes)
-        self._before = use_job_scratch(self._scratch), offload.runtime.use(mode)
+        self._before = swap_job_scratch(self._scratch), offload.runtime.use(mode)
         self._memory = MallocTrimmer(parse_size(self.memory_budget), forwards_only=forwards_only)
         offload.runtime.on_buffers_released.append(self._memory.look)
         job_context.set_offload(fl_ctx, self)
@@ -143,7 +143,7 @@ class TensorOffload(FLComponent):
         self._end_round()
         if self._before is not None:
             (scratch_before, mode_before), self._before = self._before, None
-            use_job_scratch(scratch_before)
+            swap_job_scratch(scratch_before)
             offload.runtime.use(mode_before)
             if self._memory is not None:
                 offload.runtime.on_buffers_released.remove(self._memory.look)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lease on a job's directory: a file beside it that is locked for as long as its owner lives.
+"""The lease on a job's directory: a file next to it that is locked while its owner runs.
 
-The kernel drops the lock when the process ends, however it ends. The lease is there before the directory and goes
-after it, so a directory is never seen without one, and a lease is never seen without its lock and its record. The
-record says which process the owner is, for file systems without locks.
+The kernel drops the lock when the process ends, however it ends. The lease is created before the directory and removed
+after it, so that no process sees a directory without a lease, or a lease without its lock and its record. The record
+names the owner, for file systems without locks.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nvflare_lazy.errors import ScratchError
-from nvflare_lazy.scratch._system import close_private, keep_private, named
+from nvflare_lazy.scratch._system import close_private, keep_private, to_scratch_error
 
 JOB_DIRECTORY = re.compile(r"job-[0-9a-f]{16}")
 LEASE_FILE = re.compile(r"(job-[0-9a-f]{16})\.lease")
-LEASE_BEING_MADE = re.compile(r"(job-[0-9a-f]{16})\.lease\.new")
-_LONGEST_RECORD = 1 << 16
-_LONGEST_JOB_NAME = 200
-_ATTEMPTS = 16
+UNFINISHED_LEASE = re.compile(r"(job-[0-9a-f]{16})\.lease\.new")
+_MAX_RECORD_LEN = 1 << 16
+_MAX_JOB_NAME_LEN = 200
+_MAX_ATTEMPTS = 16
 # The last one is how NFS refuses to lock a directory.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
 
 
 class Lock(enum.Enum):
-    """What came of asking for a lock."""
+    """The result of a request for a lock."""
 
-    OURS = "nobody else held it"
-    HELD = "somebody holds it"
+    OURS = "this process holds it now"
+    HELD = "another process holds it"
     UNSUPPORTED = "this file system has no locks"
 
 
-def try_lock(fd: int, *, alone: bool = True) -> Lock:
-    """Ask for the lock of an open file or directory, without waiting for it; closing the file gives it back."""
+def try_lock(fd: int, *, exclusive: bool = True) -> Lock:
+    """Request the lock of an open file or directory, without waiting for it; closing the file releases it."""
     try:
-        fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return Lock.HELD
     except OSError as error:
@@ -56,8 +56,8 @@ def try_lock(fd: int, *, alone: bool = True) -> Lock:
     return Lock.OURS
 
 
-def is_still(fd: int, name: str, *, dir_fd: int) -> bool:
-    """Whether a name still stands for an open file."""
+def has_name(fd: int, name: str, *, dir_fd: int) -> bool:
+    """Whether an open file still has a name."""
     try:
         there = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
     except FileNotFoundError:
@@ -67,13 +67,13 @@ def is_still(fd: int, name: str, *, dir_fd: int) -> bool:
 
 def open_lease(file_name: str, *, dir_fd: int) -> int:
     """Open the lease file of another owner."""
-    # For writing, which locks on network file systems need; without waiting, should it be a pipe.
+    # For writing, which locks on network file systems need; not blocking, in case it is a pipe.
     return os.open(file_name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
 
 
 def read_record(fd: int) -> OwnerRecord | None:
-    """Return the record in an open lease file, or None if it is not whole."""
-    return OwnerRecord.from_json(os.pread(fd, _LONGEST_RECORD, 0))
+    """Return the record in an open lease file, or None if it is incomplete."""
+    return OwnerRecord.from_json(os.pread(fd, _MAX_RECORD_LEN, 0))
 
 
 class Lease:
@@ -87,28 +87,31 @@ class Lease:
 
     def __init__(self, root_fd: int, root: str, job: str) -> None:
         self._root_fd = root_fd
-        record = OwnerRecord.of_this_process(job).to_json()
-        for _ in range(_ATTEMPTS):
+        record = OwnerRecord.for_this_process(job).to_json()
+        for _ in range(_MAX_ATTEMPTS):
             self.name = f"job-{secrets.token_hex(8)}"
             try:
                 if self._take(record):
                     return
             except OSError as error:
-                raise named(error, "lease a directory in", root) from error
-        raise ScratchError(f"cannot lease a directory in {root}: every new lease file is taken away at once")
+                raise to_scratch_error(error, "lease a directory in", root) from error
+        raise ScratchError(
+            f"cannot lease a directory in {root}: each new lease file was deleted immediately; is a cleanup tool "
+            "running there?"
+        )
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Remove the lease file, then drop the lock."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{self.name}.lease", dir_fd=self._root_fd)
         close_private(self._fd)
 
-    def drop(self) -> None:
-        """Drop the lock and leave the file, for others to find what could not be removed."""
+    def abandon(self) -> None:
+        """Drop the lock and leave the file, so that others find the directory, which could not be removed."""
         close_private(self._fd)
 
     def _take(self, record: bytes) -> bool:
-        """Write, lock and only then name the lease file; False if somebody took it for an abandoned one."""
+        """Write, lock and only then name the lease file; False if another process reclaimed it as an abandoned one."""
         new = f"{self.name}.lease.new"
         fd = os.open(
             new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._root_fd
@@ -116,8 +119,8 @@ class Lease:
         try:
             os.fchmod(fd, 0o600)
             lock = try_lock(fd)
-            # Whoever reclaims may have had the lock first, in which case the file is gone by now or soon.
-            if lock is Lock.HELD or not is_still(fd, new, dir_fd=self._root_fd):
+            # A process that reclaims may have locked it first; then the file is removed by now, or soon.
+            if lock is Lock.HELD or not has_name(fd, new, dir_fd=self._root_fd):
                 os.close(fd)
                 return False
             os.pwrite(fd, record, 0)
@@ -132,8 +135,8 @@ class Lease:
         return True
 
 
-class Standing(enum.Enum):
-    """What a record alone says of its owner."""
+class OwnerStatus(enum.Enum):
+    """The status of an owner, as far as the record alone tells."""
 
     ALIVE = "its owner is running"
     DEAD = "its owner is gone"
@@ -144,12 +147,12 @@ class Standing(enum.Enum):
 
 @dataclass(frozen=True)
 class OwnerRecord:
-    """A process, told apart from every other one, on any host, at any time."""
+    """Identifies a process among all processes of all hosts at all times."""
 
     job: str
     pid: int
     started: int | None
-    """When it started, in the kernel's ticks: a pid alone is used again. None where the system does not tell."""
+    """When it started, in the kernel's ticks, because pids are reused. None where the system does not report it."""
     hostname: str
     boot_id: str
     """Names one run of one kernel; empty where the system has no such name."""
@@ -158,12 +161,12 @@ class OwnerRecord:
     created: float
 
     @classmethod
-    def of_this_process(cls, job: str) -> OwnerRecord:
+    def for_this_process(cls, job: str) -> OwnerRecord:
         """Return the record of the calling process."""
         return cls(
-            job=job[:_LONGEST_JOB_NAME],
+            job=job[:_MAX_JOB_NAME_LEN],
             pid=os.getpid(),
-            started=start_of_process(os.getpid()),
+            started=process_start_time(os.getpid()),
             hostname=os.uname().nodename,
             boot_id=_boot_id(),
             pid_namespace=_pid_namespace(),
@@ -172,7 +175,7 @@ class OwnerRecord:
 
     @classmethod
     def from_json(cls, data: bytes) -> OwnerRecord | None:
-        """Return a record that was written, or None if it is not whole."""
+        """Return a record that was written, or None if it is incomplete."""
         try:
             fields = json.loads(data)
             record = cls(**fields)
@@ -189,25 +192,25 @@ class OwnerRecord:
         return record if whole else None
 
     def to_json(self) -> bytes:
-        """Return the record as it is written to a file."""
+        """Return the content of the lease file."""
         return json.dumps(asdict(self)).encode()
 
     def describe(self) -> str:
-        """Name the owner for a person."""
+        """Return the owner for messages."""
         return f"process {self.pid} on {self.hostname}"
 
-    def standing(self) -> Standing:
-        """Say what can be told of the owner from here."""
+    def status(self) -> OwnerStatus:
+        """Return the status of the owner as seen from this process."""
         same_host = self.hostname == os.uname().nodename
         if self.boot_id != _boot_id() or not (self.boot_id or same_host):
-            return Standing.RESTARTED if same_host else Standing.OTHER_HOST
+            return OwnerStatus.RESTARTED if same_host else OwnerStatus.OTHER_HOST
         if self.pid_namespace != _pid_namespace():
-            return Standing.OTHER_CONTAINER
-        return Standing.ALIVE if _is_running(self.pid, self.started) else Standing.DEAD
+            return OwnerStatus.OTHER_CONTAINER
+        return OwnerStatus.ALIVE if _is_running(self.pid, self.started) else OwnerStatus.DEAD
 
 
-def start_of_process(pid: int) -> int | None:
-    """Return when a process started, in ticks since the kernel did, or None if there is no telling."""
+def process_start_time(pid: int) -> int | None:
+    """Return when a process started, in ticks since the kernel did, or None if the system does not report it."""
     fields = _stat_fields(pid)
     return int(fields[19]) if fields else None
 
@@ -215,7 +218,7 @@ def start_of_process(pid: int) -> int | None:
 def _is_running(pid: int, started: int | None) -> bool:
     fields = _stat_fields(pid)
     if fields is not None:
-        # A zombie has let go of everything but its number.
+        # A zombie has released everything but its pid.
         return fields[0] not in ("Z", "X") and started in (None, int(fields[19]))
     try:
         os.kill(pid, 0)
@@ -227,7 +230,7 @@ def _is_running(pid: int, started: int | None) -> bool:
 
 
 def _stat_fields(pid: int) -> list[str] | None:
-    """Return the fields of /proc/<pid>/stat from the state on; the name before it may contain anything."""
+    """Return the fields of /proc/<pid>/stat, starting at the state; the name before it may contain anything."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of downloads that are over, kept to be written over by the next ones.
+"""Files of finished downloads, which the next downloads write over.
 
-A round receives as much as the round before. Writing to pages that the page cache has already is several times as fast
-as having it find new ones, and most of what a receiver does is writing.
+A round receives as much as the round before. Writing to pages that are already in the page cache is several times as
+fast as allocating new ones, and a receiver mostly writes.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from nvflare_lazy.scratch._system import make_private_directory, open_directory
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_NAME = "spare"
-# A smaller file is as fast made anew.
-_LEAST_BYTES = 1 << 20
+_NAME = "recycled"
+# Creating a smaller file is as fast.
+_MIN_BYTES = 1 << 20
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class _Spare(NamedTuple):
+class _RecycledFile(NamedTuple):
     name: str
     nbytes: int
 
 
-class SpareFiles:
-    """The spare files of one job's directory.
+class RecycledFiles:
+    """The recycled files of one job's directory.
 
-    All methods may be called by a finalizer, in the middle of any other: there are no locks, only a deque. What cannot
-    be kept is not: whoever releases a directory removes what is left in it.
+    All methods may be called by a finalizer, in the middle of any other: there are no locks, only a deque. A file that
+    cannot be recycled is removed with its directory.
 
     Args:
         job_fd: The job's directory, open; borrowed.
@@ -44,19 +44,17 @@ class SpareFiles:
 
     def __init__(self, job_fd: int) -> None:
         self._job_fd = job_fd
-        self._files: deque[_Spare] = deque()
+        #: The oldest first.
+        self.files: deque[_RecycledFile] = deque()
         self._closed = False
-
-    def __bool__(self) -> bool:
-        return bool(self._files)
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the disk that could be free."""
-        return sum(file.nbytes for file in tuple(self._files))
+        """Bytes on the disk that removing them would free."""
+        return sum(file.nbytes for file in tuple(self.files))
 
-    def keep_files_of(self, directory: str, names: Iterable[str]) -> None:
-        """Move those of the named files of a directory here that nobody has open, or by another name."""
+    def recycle(self, directory: str, names: Iterable[str]) -> None:
+        """Keep those of these files of a directory that are not open, in any process, and have no other name."""
         if self._closed:
             return
         with contextlib.suppress(OSError), self._opened(directory) as fd:
@@ -69,41 +67,36 @@ class SpareFiles:
             status = os.fstat(fd)
             nbytes = status.st_blocks * 512
             is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
-            if nbytes >= _LEAST_BYTES and is_plain and _is_open_here_only(fd):
-                spare = _Spare(secrets.token_hex(8), nbytes)
-                with self._own_directory() as own:
-                    os.rename(name, spare.name, src_dir_fd=dir_fd, dst_dir_fd=own)
-                self._files.append(spare)
+            if nbytes >= _MIN_BYTES and is_plain and _is_open_only_here(fd):
+                file = _RecycledFile(secrets.token_hex(8), nbytes)
+                with contextlib.suppress(FileExistsError):
+                    os.close(make_private_directory(_NAME, dir_fd=self._job_fd))
+                with self._opened(_NAME) as own:
+                    os.rename(name, file.name, src_dir_fd=dir_fd, dst_dir_fd=own)
+                self.files.append(file)
         finally:
             os.close(fd)
 
     def take(self, name: str, dir_fd: int) -> int | None:
-        """Give a spare file another name and return it open, with what was in it; None if there is none."""
-        while self._files:
+        """Give a file another name and return it open, with its old bytes; None if there is none."""
+        while self.files:
             with contextlib.suppress(IndexError, FileNotFoundError), self._opened(_NAME) as own:
-                os.rename(self._files.pop().name, name, src_dir_fd=own, dst_dir_fd=dir_fd)
+                os.rename(self.files.pop().name, name, src_dir_fd=own, dst_dir_fd=dir_fd)
                 return os.open(name, _OPEN, dir_fd=dir_fd)
         return None
 
-    def drop(self, nbytes: int) -> None:
-        """Remove spare files, those that were kept first, until so many bytes are free."""
-        while nbytes > 0 and self._files:
+    def remove(self, nbytes: int) -> None:
+        """Remove files, the oldest first, until so many bytes are free."""
+        while nbytes > 0 and self.files:
             with contextlib.suppress(IndexError, FileNotFoundError), self._opened(_NAME) as own:
-                spare = self._files.popleft()
-                os.unlink(spare.name, dir_fd=own)
-                nbytes -= spare.nbytes
+                file = self.files.popleft()
+                os.unlink(file.name, dir_fd=own)
+                nbytes -= file.nbytes
 
     def close(self) -> None:
-        """Keep no more files; those that are here go with the job's directory."""
+        """Keep no more files; the present ones are removed with the job's directory."""
         self._closed = True
-        self._files.clear()
-
-    @contextlib.contextmanager
-    def _own_directory(self) -> Iterator[int]:
-        with contextlib.suppress(FileExistsError):
-            os.close(make_private_directory(_NAME, dir_fd=self._job_fd))
-        with self._opened(_NAME) as fd:
-            yield fd
+        self.files.clear()
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[int]:
@@ -114,13 +107,13 @@ class SpareFiles:
             os.close(fd)
 
 
-def _is_open_here_only(fd: int) -> bool:
-    """Whether no other descriptor, of any process, leads to a file: the kernel grants a lease for writing only then."""
+def _is_open_only_here(fd: int) -> bool:
+    """Whether no other descriptor of any process is open for a file: the kernel grants a write lease only then."""
     try:
-        # Should somebody open it just now, the kernel tells us with this signal, which is ignored by default.
+        # If another process opens it at this moment, the kernel sends this signal, which is ignored by default.
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except (OSError, AttributeError):  # in use; or a system or a file system without leases
+    except (OSError, AttributeError):  # in use, or not supported by the system or the file system
         return False
     return True

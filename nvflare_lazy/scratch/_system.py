@@ -13,8 +13,8 @@ import os
 from nvflare_lazy.errors import DiskFullError, ScratchDeletedError, ScratchError, ScratchPermissionError
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Somebody may still be adding entries; who adds them faster than they go away is not waited for.
-_PASSES = 4
+# Another thread may still be adding entries.
+_MAX_PASSES = 4
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _GONE = {errno.ENOENT, errno.ESTALE}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -26,12 +26,12 @@ _private: set[int] = set()
 
 
 def open_directory(name: str | os.PathLike[str], *, dir_fd: int | None = None) -> int:
-    """Open a directory itself, never what a link points to."""
+    """Open a directory itself, never the target of a link."""
     return os.open(name, _OPEN_DIRECTORY, dir_fd=dir_fd)
 
 
 def make_private_directory(name: str, *, dir_fd: int) -> int:
-    """Make a new directory for this user only, whatever the umask; return it open."""
+    """Create a directory for this user only, whatever the umask; return it open."""
     os.mkdir(name, 0o700, dir_fd=dir_fd)
     # By name: after a strange umask it cannot be opened before that. The parent is ours alone. This also takes away
     # a set-group-ID bit that was inherited.
@@ -40,14 +40,14 @@ def make_private_directory(name: str, *, dir_fd: int) -> int:
 
 
 def remove_tree(name: str, *, dir_fd: int) -> None:
-    """Remove a directory with all that is in it.
+    """Remove a directory and everything in it.
 
-    What is gone already is no error, so any number of processes may remove the same tree at once. `os.fwalk` works on
-    descriptors and follows no links; `shutil.rmtree` has `dir_fd` only since Python 3.11.
+    Missing entries are no error, so any number of processes may remove the same tree at the same time. `os.fwalk`
+    works on descriptors and follows no links; `shutil.rmtree` accepts `dir_fd` only since Python 3.11.
     """
-    for attempt in range(_PASSES):
+    for attempt in range(_MAX_PASSES):
         try:
-            # Without an error: a directory that cannot be read, whose maker died before giving it its mode, is empty.
+            # It skips directories that it cannot read: their creator ended before it set their mode, so they are empty.
             for _, directories, files, fd in os.fwalk(name, topdown=False, dir_fd=dir_fd):
                 for child in files:
                     with contextlib.suppress(FileNotFoundError):
@@ -63,14 +63,14 @@ def remove_tree(name: str, *, dir_fd: int) -> None:
                 return
             raise
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or attempt == _PASSES - 1:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or attempt == _MAX_PASSES - 1:
                 raise
         else:
             return
 
 
 def tree_size(name: str, *, dir_fd: int) -> int:
-    """Return the bytes of all files below a directory; what vanishes meanwhile counts for nothing."""
+    """Return the size of all files below a directory; files that are removed meanwhile are not counted."""
     size = 0
     with contextlib.suppress(OSError):
         for _, _, files, fd in os.fwalk(name, dir_fd=dir_fd):
@@ -90,7 +90,7 @@ def _remove_directory(name: str, dir_fd: int) -> None:
 
 
 def keep_private(fd: int) -> int:
-    """Have forked children close this descriptor; return it."""
+    """Make forked children close this descriptor; return it."""
     _private.add(fd)
     return fd
 
@@ -112,13 +112,13 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def named(error: OSError, doing: str, path: str | os.PathLike[str]) -> ScratchError:
-    """Return the named error for what the system answered.
+def to_scratch_error(error: OSError, doing: str, path: str | os.PathLike[str]) -> ScratchError:
+    """Return the ScratchError for an error of the operating system.
 
     Args:
-        error: The answer.
-        doing: What was tried, as in "cannot <doing> <path>".
-        path: What it was tried on.
+        error: The system's error.
+        doing: The operation, as in "cannot <doing> <path>".
+        path: Its object.
     """
     place = os.fspath(path)
     kind: type[ScratchError] = ScratchError

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job scratch of this process: where a decomposer, which nobody passes anything, finds it.
+"""The job scratch of this process, where decomposers find it: NVFlare passes them no arguments.
 
-The job's own component puts one here that is configured; whoever comes without one gets the defaults.
+The job's component sets a configured one. Without it, the first use opens one with defaults.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _job: JobScratch | None = None
 
 
 def current_job_scratch() -> JobScratch:
-    """Return this process's job scratch; one with defaults is opened if there is none, or it was released."""
+    """Return the job scratch of this process; open one with defaults if there is none, or it was released."""
     global _job
     with _lock:
         if _job is None or _job.released:
@@ -24,11 +24,11 @@ def current_job_scratch() -> JobScratch:
         return _job
 
 
-def use_job_scratch(job: JobScratch | None) -> JobScratch | None:
-    """Make this the process's job scratch; return the one before, which stays as it is.
+def swap_job_scratch(job: JobScratch | None) -> JobScratch | None:
+    """Set the job scratch of this process; return the one before, which is not released.
 
     Example:
-        >>> use_job_scratch(JobScratch.open("/data/scratch", job=job_id, quota="50GiB"))
+        >>> swap_job_scratch(JobScratch.open("/data/scratch", job=job_id, quota="50GiB"))
     """
     global _job
     with _lock:
@@ -37,8 +37,8 @@ def use_job_scratch(job: JobScratch | None) -> JobScratch | None:
 
 
 def reset_job_scratch() -> None:
-    """Release the process's job scratch, if there is one; the next use starts over."""
-    job = use_job_scratch(None)
+    """Release the job scratch of this process, if there is one; the next use opens another one."""
+    job = swap_job_scratch(None)
     if job is not None:
         job.release()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One download's directory: alive as long as its tensors are, gone at once on an abort.
+"""One download's directory: removed with the last reference to its tensors, or at once on an abort.
 
-`DownloadScratch` is the handle that receivers and files hold. `DownloadDirectory` is the body. It has no reference to
+`DownloadScratch` is the handle that receivers and files hold. `DownloadDirectory` is the body. It does not refer to
 the handle, so that the directory is removed with the last reference to the handle.
 """
 
@@ -19,32 +19,38 @@ import weakref
 from typing import TYPE_CHECKING
 
 from nvflare_lazy.errors import ScratchError, ScratchReleasedError
-from nvflare_lazy.scratch._system import close_private, keep_private, make_private_directory, named, remove_tree
+from nvflare_lazy.scratch._system import (
+    close_private,
+    keep_private,
+    make_private_directory,
+    remove_tree,
+    to_scratch_error,
+)
 from nvflare_lazy.scratch.file import ScratchFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from nvflare_lazy.scratch._quota import Allotment
-    from nvflare_lazy.scratch._recycled_files import SpareFiles
+    from nvflare_lazy.scratch._quota import QuotaReservation
+    from nvflare_lazy.scratch._recycled_files import RecycledFiles
 
 logger = logging.getLogger(__name__)
 
 _SUFFIX = re.compile(r"(\.[A-Za-z0-9]{1,20}){0,2}")
-# A write goes on in pieces and stops at the next one, so more than this means a disk that hangs.
-_PATIENCE = 10.0
+# A write is made in pieces and stops at the next one after a release, so a longer one means a disk that hangs.
+_SLOW_WRITE_SECONDS = 10.0
 
 
 class DownloadScratch:
-    """A leased directory for one download; `JobScratch.download` makes them.
+    """A leased directory for one download; `JobScratch.download` creates them.
 
     Its files own it, so that the directory is removed with the last tensor of them. `release` does not wait for that:
-    it stops what is still being written and removes the directory now. Files that are open for reading stay readable
-    until they are closed.
+    it stops running writes and removes the directory now. Files that are open for reading stay readable until they are
+    closed.
 
     Args:
-        keep_alive: The job's handle, whose end would remove all its downloads.
+        owner: The job's handle, whose end would remove all its downloads.
         directory: The directory.
 
     Example:
@@ -52,32 +58,36 @@ class DownloadScratch:
         >>> file = download.new_file()
     """
 
-    def __init__(self, keep_alive: object, directory: DownloadDirectory) -> None:
+    def __init__(self, owner: object, directory: DownloadDirectory) -> None:
         self.path: Path = directory.path
-        self._keep_alive = keep_alive
+        self._owner = owner
         self._directory = directory
         self._numbers = itertools.count(1)
-        # Runs at the end of the interpreter, too.
+        # Also runs at the end of the interpreter.
         self._finalizer = weakref.finalize(self, directory.release, wait=False)
 
     @property
     def released(self) -> bool:
-        """Whether it has been released, or is being."""
+        """Whether it has been released, or is being released."""
         return self._directory.released
 
     @property
     def nbytes(self) -> int:
-        """Bytes it holds of the job's quota: what is written, and what is expected or set aside."""
-        return self._directory.allotment.nbytes
+        """Bytes it holds of the job's quota, both written and reserved."""
+        return self._directory.reservation.nbytes
 
     def adopt(self, name: str) -> None:
-        """Count a file that was written here by other means, such as an atomic file, and settle what was expected.
+        """Count a file that was written to the directory by other means, for example as an atomic file.
 
-        Adopting a file once more counts what it has now, and returns the bytes of adopted files that are gone.
+        The file takes what was reserved for the download, and the rest of that is released. Adopting a file again
+        counts its present size, and releases the bytes of adopted files that no longer exist.
+
+        Args:
+            name: The file's name in the directory.
 
         Raises:
             QuotaExceededError: If the job may not hold that much; the file stays where it is.
-            ScratchDeletedError: If there is no such file.
+            ScratchDeletedError: If the file does not exist.
             ScratchError: If it is not a regular file directly in this directory.
         """
         self._directory.adopt(name)
@@ -85,14 +95,14 @@ class DownloadScratch:
     def new_file(self, suffix: str = ".safetensors") -> ScratchFile:
         """Create a file, named by this package, and open it for writing.
 
-        What is not written of it is undefined, not zero: it may be a file that was used before.
+        Bytes of it that are not written are undefined, not zero: it may be a recycled file.
         """
         if not _SUFFIX.fullmatch(suffix):
             raise ValueError(f"{suffix!r} is not a suffix such as '.safetensors'")
         return ScratchFile(self, self._directory, f"{next(self._numbers):05d}{suffix}")
 
     def release(self) -> None:
-        """Remove the directory and return its bytes; when this returns, it is gone.
+        """Remove the directory and release its bytes; when this returns, it is gone.
 
         Writes that are running in other threads end with ScratchReleasedError, and are waited for. May be called any
         number of times, from any thread.
@@ -104,8 +114,8 @@ class DownloadScratch:
         return f"<DownloadScratch {self._directory.title} at {self.path}{', released' if self.released else ''}>"
 
 
-class OpenForWriting:
-    """A file that may be written to."""
+class OpenScratchFile:
+    """A file that is open for writing."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -113,17 +123,17 @@ class OpenForWriting:
 
 
 class DownloadDirectory:
-    """A directory that ends deterministically, however many threads are writing to it.
+    """A directory that ends deterministically, however many threads write to it.
 
     Args:
         job_fd: The job's directory, open; borrowed.
         job_path: Its path.
-        name: The name to make.
+        name: The name of the new directory.
         label: What the download is called in messages.
-        allotment: What it may hold.
-        preallocates: Whether setting disk space aside is cheap there.
-        spares: Where files come from, and go to at the end, if they are used again.
-        gone: Called with the name once the directory is.
+        reservation: What it may hold.
+        preallocates: Whether reserving disk space is cheap there.
+        recycled_files: Where files come from, and go to at the end, if they are used again.
+        on_removed: Called with the name after the directory was removed.
     """
 
     def __init__(
@@ -133,36 +143,36 @@ class DownloadDirectory:
         name: str,
         *,
         label: str | None,
-        allotment: Allotment,
+        reservation: QuotaReservation,
         preallocates: bool,
-        spares: SpareFiles | None,
-        gone: Callable[[str], object],
+        recycled_files: RecycledFiles | None,
+        on_removed: Callable[[str], object],
     ) -> None:
         self.name = name
         self.path = job_path / name
-        self.title = self.path.name if label is None else f"{label[:80]!r}"
-        self.allotment = allotment
+        self.title = name if label is None else f"{label[:80]!r}"
+        self.reservation = reservation
         self.preallocates = preallocates
         self.released = False
         self._job_fd = job_fd
-        self._spares = spares
+        self._recycled_files = recycled_files
         self._complete: set[str] = set()
         self._adopted: dict[str, int] = {}
-        self._gone = gone
+        self._on_removed = on_removed
         self._pid = os.getpid()
-        # Reentrant, because a finalizer or a signal handler may come in the middle of anything.
+        # Reentrant, because a finalizer or a signal handler may interrupt any of the blocks below.
         self._change = threading.Condition(threading.RLock())
-        self._writers: list[tuple[int, OpenForWriting | None]] = []
-        self._open: set[OpenForWriting] = set()
+        self._writers: list[tuple[int, OpenScratchFile | None]] = []
+        self._open: set[OpenScratchFile] = set()
         self._releaser = 0
         self._removed = threading.Event()
         try:
             self._fd = keep_private(make_private_directory(name, dir_fd=job_fd))
         except OSError as error:
-            raise named(error, "make a directory for a download in", job_path) from error
+            raise to_scratch_error(error, "make a directory for a download in", job_path) from error
 
     @contextlib.contextmanager
-    def writing(self, file: OpenForWriting | None = None) -> Iterator[None]:
+    def writing(self, file: OpenScratchFile | None = None) -> Iterator[None]:
         """Keep the directory, and the file, from being closed while the block runs.
 
         Raises:
@@ -183,7 +193,7 @@ class DownloadDirectory:
         try:
             yield
         except ScratchError as error:
-            if self.released:  # whatever a release in the middle made go wrong
+            if self.released:  # which may be why the block failed
                 raise self.released_error() from error
             raise
         else:
@@ -200,24 +210,26 @@ class DownloadDirectory:
         """Return the error for a use after the release."""
         return ScratchReleasedError(f"the scratch of download {self.title} was released: it is not wanted any more")
 
-    def create(self, file_name: str) -> OpenForWriting:
-        """Create a file for this user only, or take a spare one with whatever is in it, and open it."""
+    def create(self, file_name: str) -> OpenScratchFile:
+        """Create a file for this user only, or take a recycled one with its old bytes, and open it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with self.writing():
             try:
-                fd = self._spares.take(file_name, self._fd) if self._spares else None
+                fd = None
+                if self._recycled_files is not None and self._recycled_files.files:
+                    fd = self._recycled_files.take(file_name, self._fd)
                 if fd is None:
                     fd = os.open(file_name, flags, 0o600, dir_fd=self._fd)
             except OSError as error:
-                raise named(error, "create a file in", self.path) from error
-            file = OpenForWriting(keep_private(fd))
+                raise to_scratch_error(error, "create a file in", self.path) from error
+            file = OpenScratchFile(keep_private(fd))
             self._open.add(file)
             os.fchmod(fd, 0o600)  # whatever the umask was
         return file
 
     def open(self, file_name: str) -> int:
-        """Open a file of the directory itself for reading, never what a link points to."""
-        # Not blocking: a named pipe would keep us waiting for its other end.
+        """Open a file of the directory itself for reading, never the target of a link."""
+        # Not blocking: a named pipe would wait for its other end.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         return os.open(file_name, flags, dir_fd=self._fd)
 
@@ -231,27 +243,27 @@ class DownloadDirectory:
                 status = os.fstat(fd)
                 os.close(fd)
             except OSError as error:
-                raise named(error, "adopt", self.path / file_name) from error
+                raise to_scratch_error(error, "adopt", self.path / file_name) from error
             if not stat.S_ISREG(status.st_mode):
                 raise ScratchError(f"cannot adopt {self.path / file_name}: it is not a regular file")
             with self._change:
                 for name in self._adopted.keys() - set(os.listdir(self._fd)):
-                    self.allotment.give_back(self._adopted.pop(name), 0)
-                self.allotment.adopt(self._adopted.get(file_name, 0), status.st_size)
+                    self.reservation.release_unused(self._adopted.pop(name), 0)
+                self.reservation.adopt(self._adopted.get(file_name, 0), status.st_size)
                 self._adopted[file_name] = status.st_size
 
-    def completed(self, file_name: str, unused: int, pending: int) -> None:
-        """Note that a file has been received whole: others are not kept as spare files.
+    def record_complete(self, file_name: str, unused: int, pending: int) -> None:
+        """Record that a file was received completely: only such files are recycled.
 
         Args:
             file_name: The file.
-            unused: Bytes held for it beyond its end.
-            pending: Bytes held for it that are not going to be written.
+            unused: Bytes reserved for it beyond its end.
+            pending: Bytes reserved for it that are not going to be written.
         """
         self._complete.add(file_name)
-        self.allotment.give_back(unused, pending)
+        self.reservation.release_unused(unused, pending)
 
-    def stop_writing(self, file: OpenForWriting) -> bool:
+    def stop_writing(self, file: OpenScratchFile) -> bool:
         """Refuse further writes to a file, and wait for those in other threads; False if that has happened before."""
         if os.getpid() != self._pid:
             return False
@@ -259,14 +271,14 @@ class DownloadDirectory:
             if file.closing:
                 return False
             file.closing = True
-            self._wait_for_writers(lambda of: of is file)
+            self._wait_for_writers(lambda written: written is file)
             return True
 
-    def close(self, file: OpenForWriting) -> None:
-        """Close a file that nobody writes to; once is enough, more is no harm."""
+    def close(self, file: OpenScratchFile) -> None:
+        """Close a file that no thread writes to; may be called more than once."""
         if os.getpid() != self._pid:
             return
-        # Without a lock, because finalizers come here; of two who try, the set lets one.
+        # Without a lock, because finalizers call this; of two callers, the set lets one.
         try:
             self._open.remove(file)
         except KeyError:
@@ -274,10 +286,10 @@ class DownloadDirectory:
         close_private(file.fd)
 
     def release(self, *, wait: bool = True) -> None:
-        """Stop the writers, remove the directory, return its bytes; when it returns, all that has happened.
+        """Stop the writers, remove the directory and release its bytes; all that is done when this returns.
 
         Args:
-            wait: Whether to wait for another thread that is doing so already.
+            wait: Whether to wait for another thread that is already releasing it.
         """
         if os.getpid() != self._pid:
             return
@@ -287,15 +299,15 @@ class DownloadDirectory:
             if first:
                 self.released = True
                 self._releaser = me
-                self._wait_for_writers(lambda of: True)
+                self._wait_for_writers(lambda file: True)
                 if not self._writers:
                     self._close_descriptors()
         if first:
             self._remove()
         elif wait and self._releaser != me:
-            self._removed.wait(2 * _PATIENCE)
+            self._removed.wait(2 * _SLOW_WRITE_SECONDS)
 
-    def _wait_for_writers(self, which: Callable[[OpenForWriting | None], bool]) -> None:
+    def _wait_for_writers(self, selects: Callable[[OpenScratchFile | None], bool]) -> None:
         """Wait until no other thread is writing.
 
         The calling thread itself may be: a signal handler runs in the middle of its write, and waiting for that would
@@ -304,11 +316,13 @@ class DownloadDirectory:
         if not self._writers:
             return
         me = threading.get_ident()
-        deadline = time.monotonic() + _PATIENCE
-        while any(thread != me and which(file) for thread, file in self._writers):
+        deadline = time.monotonic() + _SLOW_WRITE_SECONDS
+        while any(thread != me and selects(file) for thread, file in self._writers):
             left = deadline - time.monotonic()
             if left <= 0 or not self._change.wait(left):
-                logger.warning("a write to %s has been hanging for %g s; not waiting for it", self.path, _PATIENCE)
+                logger.warning(
+                    "a write to %s has been hanging for %g s; not waiting for it", self.path, _SLOW_WRITE_SECONDS
+                )
                 return
 
     def _close_descriptors(self) -> None:
@@ -320,18 +334,18 @@ class DownloadDirectory:
             close_private(fd)
 
     def _remove(self) -> None:
-        if self._spares is not None:
-            self._spares.keep_files_of(self.name, tuple(self._complete))
+        if self._recycled_files is not None:
+            self._recycled_files.recycle(self.name, tuple(self._complete))
         try:
             remove_tree(self.name, dir_fd=self._job_fd)
         except OSError as error:
-            # Its bytes stay on the account, for they stay on the disk; the end of the job tries again.
+            # Its bytes stay counted, because they stay on the disk; the end of the job tries again.
             logger.warning("cannot remove %s yet: %s", self.path, error)
         else:
-            self.allotment.close()
+            self.reservation.close()
         finally:
             with self._change:
                 self._removed.set()
                 if not self._writers:
                     self._close_descriptors()
-            self._gone(self.name)
+            self._on_removed(self.name)

@@ -24,7 +24,7 @@ _PREALLOCATING = {"ext4", "xfs", "btrfs", "f2fs", "tmpfs"}
 
 
 @dataclass(frozen=True)
-class RootReport:
+class RootInfo:
     """What a scratch root is on."""
 
     path: Path
@@ -65,11 +65,11 @@ class RootReport:
         return tuple(found)
 
 
-def describe_root(path: str | os.PathLike[str]) -> RootReport:
+def inspect_root(path: str | os.PathLike[str]) -> RootInfo:
     """Say what a directory is on; it need not exist yet, and nothing is made.
 
     Example:
-        >>> describe_root("/proc").memory_backed
+        >>> inspect_root("/proc").memory_backed
         False
     """
     place = os.path.realpath(path)
@@ -77,7 +77,7 @@ def describe_root(path: str | os.PathLike[str]) -> RootReport:
         place = os.path.dirname(place)
     disk = os.statvfs(place)
     mount = mount_of(place)
-    return RootReport(
+    return RootInfo(
         path=Path(place),
         file_system=mount.kind if mount else "unknown",
         memory_backed=mount is not None and _is_memory(mount),

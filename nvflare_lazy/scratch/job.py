@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scratch of one job in one process: a leased directory, a quota, and the downloads in it.
 
-The transport asks it for a directory before the first byte of a download arrives; the end of the job, or of the
-process, takes all of them away. `JobScratch` is the handle, and `JobDirectory` the body, which has no reference to the
-handle, so that it ends with the handle.
+The transport leases a directory in it before the first byte of a download arrives. The end of the job, or of the
+process, removes all of them. `JobScratch` is the handle. `JobDirectory` is the body, which does not refer to the
+handle, so that it ends with it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ from typing import TYPE_CHECKING
 from nvflare_lazy._text import parse_size
 from nvflare_lazy.errors import ScratchDeletedError, ScratchError, ScratchReleasedError
 from nvflare_lazy.scratch._lease import Lease, try_lock
-from nvflare_lazy.scratch._quota import Allotment, SpaceAccount, min_free_bytes
+from nvflare_lazy.scratch._quota import Quota, QuotaReservation, min_free_bytes
 from nvflare_lazy.scratch._reclaim import reclaim
-from nvflare_lazy.scratch._recycled_files import SpareFiles
-from nvflare_lazy.scratch._system import close_private, keep_private, make_private_directory, named, remove_tree
+from nvflare_lazy.scratch._recycled_files import RecycledFiles
+from nvflare_lazy.scratch._system import (
+    close_private,
+    keep_private,
+    make_private_directory,
+    remove_tree,
+    to_scratch_error,
+)
 from nvflare_lazy.scratch.download import DownloadDirectory, DownloadScratch
-from nvflare_lazy.scratch.file_systems import RootReport, describe_root
+from nvflare_lazy.scratch.file_systems import RootInfo, inspect_root
 from nvflare_lazy.scratch.root import ScratchRoot, open_root
 
 if TYPE_CHECKING:
@@ -37,13 +43,13 @@ logger = logging.getLogger(__name__)
 
 
 class JobScratch:
-    """A leased directory for all that a job receives; `JobScratch.open` makes them.
+    """A leased directory for everything that a job receives; `JobScratch.open` creates them.
 
     | member | what it is |
     |---|---|
     | `download()` | a directory for one download |
     | `used`, `peak`, `free()` | bytes held, most ever held, still possible |
-    | `report`, `report.warnings` | what the root is on, and what is wrong with that |
+    | `root_info`, `root_info.warnings` | the file system of the root, and its problems |
     | `release()` | the end, also as a context manager |
 
     Example:
@@ -51,15 +57,15 @@ class JobScratch:
         ...     download = job.download("result of site-1")
     """
 
-    def __init__(self, root: Path, job: str, account: SpaceAccount, report: RootReport) -> None:
+    def __init__(self, root: Path, job: str, quota: Quota, root_info: RootInfo) -> None:
         self.root = root
         self.job = job
-        self.report = report
-        self._account = account
+        self.root_info = root_info
+        self._quota = quota
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        # More than one after a directory was deleted underneath: the last is in use.
-        self._directories = [self._leased()]
+        # More than one if another program deleted a directory: the last is in use.
+        self._directories = [self._lease_directory()]
         self._finalizer = weakref.finalize(self, _release, self._directories, wait=False)
 
     @classmethod
@@ -72,27 +78,26 @@ class JobScratch:
         min_free: int | str | None = None,
         warn: bool = True,
     ) -> JobScratch:
-        """Reclaim what dead owners left under the root, then lease a directory in it.
+        """Reclaim the directories of processes that no longer exist, then lease a directory under the root.
 
         Args:
             root: Where, as for `ScratchRoot.resolve`.
-            job: What the job is called, for whoever lists leases. It never becomes part of a path.
+            job: The job's name, for lists of leases. It never becomes part of a path.
             quota: Most bytes to hold at a time, such as "50GiB".
-            min_free: How much of the file system to leave free, such as "2GiB" or "5%"; without it 1 GiB, or a
+            min_free: How much of the file system to leave free, such as "2GiB" or "5%". Default: 1 GiB, or a
                 twentieth of a file system that is smaller than 20 GiB.
-            warn: Whether to log what is wrong with the root, such as being in memory.
+            warn: Whether to log problems of the root, for example that it is in memory.
         """
         limit = None if quota is None else parse_size(quota)
-        place = ScratchRoot.resolve(root)
-        report = describe_root(place)
-        account = SpaceAccount(place, limit, min_free_bytes(min_free, report.total))
-        for warning in report.warnings if warn else ():
+        directory = ScratchRoot.resolve(root)
+        info = inspect_root(directory)
+        for warning in info.warnings if warn else ():
             logger.warning("%s", warning)
         try:
-            reclaim(place)
+            reclaim(directory)
         except ScratchError as error:
             logger.warning("cannot look for what dead processes left: %s", error)
-        return cls(place, job, account, report)
+        return cls(directory, job, Quota(directory, limit, min_free_bytes(min_free, info.total)), info)
 
     @property
     def path(self) -> Path:
@@ -101,59 +106,57 @@ class JobScratch:
 
     @property
     def used(self) -> int:
-        """Bytes held now: files, and what downloads expect or have set aside."""
-        return self._account.used
+        """Bytes held now: written and reserved."""
+        return self._quota.used
 
     @property
     def peak(self) -> int:
         """Most bytes ever held at once."""
-        return self._account.peak
+        return self._quota.peak
 
     @property
     def released(self) -> bool:
-        """Whether it has been released, or is being."""
+        """Whether it has been released, or is being released."""
         return self._directories[-1].released
 
     def free(self) -> int:
-        """Return how many bytes could be received now, as far as quota and disk go."""
-        return self._account.free()
+        """Return how many bytes the quota and the disk have room for."""
+        return self._quota.free()
 
-    def download(self, label: str | None = None, expect: int | None = None) -> DownloadScratch:
+    def download(self, label: str | None = None, reserve: int = 0) -> DownloadScratch:
         """Lease a directory for one download.
 
-        If the job's directory was deleted underneath, a new one is leased: what was in the old one is lost, but the
-        process goes on.
+        If another program deleted the job's directory, a new one is leased: the files of the old one are lost, but the
+        process continues.
 
         Args:
-            label: What to call it in messages; never part of a path.
-            expect: Bytes that will come, if they are known; the quota and the disk must have them.
+            label: Its name in messages; never part of a path.
+            reserve: Bytes that will be written, if they are known; the quota and the disk must have them.
 
         Raises:
-            QuotaExceededError: If the job may not hold what is expected.
+            QuotaExceededError: If the job may not hold that much.
             DiskFullError: If the disk cannot, or should not.
             ScratchReleasedError: If the job was released.
         """
-        if expect is not None and expect < 0:
-            raise ValueError(f"a download of {expect} bytes")
+        if reserve < 0:
+            raise ValueError(f"a download of {reserve} bytes")
         if os.getpid() != self._pid:
             raise ScratchError(
                 f"the scratch of job {self.job!r} belongs to process {self._pid}, which forked this one; open a "
                 "JobScratch in each process"
             )
         with self._lock:
-            if self._directories[-1].released:
-                raise ScratchReleasedError(f"the scratch of job {self.job!r} was released; open another one")
             try:
                 directory = self._directories[-1].download(label)
             except ScratchDeletedError as error:
                 logger.warning("%s; going on in a new one", error)
                 ScratchRoot.resolve(self.root)
-                self._directories.append(self._leased())
+                self._directories.append(self._lease_directory())
                 directory = self._directories[-1].download(label)
         download = DownloadScratch(self, directory)
-        if expect is not None:
+        if reserve:
             try:
-                directory.allotment.expect(expect)
+                directory.reservation.reserve(reserve)
             except BaseException:
                 download.release()
                 raise
@@ -168,13 +171,13 @@ class JobScratch:
         with self._lock:
             _release(self._directories)
 
-    def _leased(self) -> JobDirectory:
+    def _lease_directory(self) -> JobDirectory:
         return JobDirectory(
             self.root,
             self.job,
-            self._account,
-            preallocates=self.report.preallocates,
-            reuses=not self.report.memory_backed,
+            self._quota,
+            preallocates=self.root_info.preallocates,
+            recycles=not self.root_info.memory_backed,
         )
 
     def __enter__(self) -> Self:
@@ -195,19 +198,20 @@ def _release(directories: list[JobDirectory], *, wait: bool = True) -> None:
 
 
 class JobDirectory:
-    """A directory that is this process's until it is released or the process ends.
+    """A directory that belongs to this process until it is released or the process ends.
 
     Args:
         root: The scratch root.
-        job: What the job is called.
-        account: What its downloads may hold.
-        preallocates: Whether setting disk space aside is cheap there.
-        reuses: Whether files of downloads that are over are kept to be written over.
+        job: The job's name.
+        quota: What its downloads may hold.
+        preallocates: Whether reserving disk space is cheap there.
+        recycles: Whether files of finished downloads are kept, for the next ones to write over.
     """
 
-    def __init__(self, root: Path, job: str, account: SpaceAccount, *, preallocates: bool, reuses: bool) -> None:
+    def __init__(self, root: Path, job: str, quota: Quota, *, preallocates: bool, recycles: bool) -> None:
         self.released = False
-        self._account = account
+        self._job = job
+        self._quota = quota
         self._preallocates = preallocates
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -229,42 +233,42 @@ class JobDirectory:
         self.path = root / self._lease.name
         try:
             self._fd = keep_private(make_private_directory(self._lease.name, dir_fd=self._root_fd))
-            # A second proof of life, should somebody delete the lease file. It also tells systemd-tmpfiles, which
-            # deletes what is old, to keep away.
+            # A second proof that the owner runs, in case another program deletes the lease file. It also keeps
+            # systemd-tmpfiles, which deletes old files, away.
             try_lock(self._fd)
-            self._spares = SpareFiles(self._fd) if reuses else None
-            account.spares = self._spares
+            self._recycled_files = RecycledFiles(self._fd) if recycles else None
+            quota.recycled_files = self._recycled_files
         except BaseException as error:
-            self._lease.give_back()
+            self._lease.release()
             close_private(self._root_fd)
             if isinstance(error, OSError):
-                raise named(error, "make a directory for a job in", root) from error
+                raise to_scratch_error(error, "make a directory for a job in", root) from error
             raise
 
     def download(self, label: str | None) -> DownloadDirectory:
-        """Make a directory for one download."""
+        """Create a directory for one download."""
         name = secrets.token_hex(8)
         with self._lock:
             if self.released:
-                raise ScratchReleasedError(f"{self.path} was released")
+                raise ScratchReleasedError(f"the scratch of job {self._job!r} was released; open another one")
             directory = DownloadDirectory(
                 self._fd,
                 self.path,
                 name,
                 label=label,
-                allotment=Allotment(self._account),
+                reservation=QuotaReservation(self._quota),
                 preallocates=self._preallocates,
-                spares=self._spares,
-                gone=lambda gone: self._downloads.pop(gone, None),
+                recycled_files=self._recycled_files,
+                on_removed=lambda name: self._downloads.pop(name, None),
             )
             self._downloads[name] = directory
         return directory
 
     def release(self, *, wait: bool = True) -> None:
-        """Release all downloads, remove the directory, then give the lease back.
+        """Release all downloads, remove the directory, then release the lease.
 
         Args:
-            wait: Whether to wait for another thread that is doing so already.
+            wait: Whether to wait for another thread that is already releasing it.
         """
         if os.getpid() != self._pid:
             return
@@ -280,17 +284,17 @@ class JobDirectory:
             self._removed.wait()
 
     def _remove(self) -> None:
-        if self._spares is not None:
-            self._spares.close()
+        if self._recycled_files is not None:
+            self._recycled_files.close()
         try:
             for directory in list(self._downloads.values()):
                 directory.release()
             remove_tree(self._lease.name, dir_fd=self._root_fd)
         except OSError as error:
             logger.warning("cannot remove %s: %s; a later start will", self.path, error)
-            self._lease.drop()
+            self._lease.abandon()
         else:
-            self._lease.give_back()
+            self._lease.release()
         finally:
             with contextlib.suppress(OSError):
                 close_private(self._fd)

@@ -16,12 +16,12 @@ import tempfile
 from pathlib import Path
 
 from nvflare_lazy.errors import ScratchError, ScratchPermissionError
-from nvflare_lazy.scratch._system import named, open_directory
+from nvflare_lazy.scratch._system import open_directory, to_scratch_error
 
 logger = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "NVFLARE_LAZY_SCRATCH"
-_MOST_LINKS = 40
+_MAX_LINKS = 40
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -76,7 +76,7 @@ def open_root(path: Path) -> int:
     try:
         fd = open_directory(path)
     except OSError as error:
-        raise named(error, "open the scratch root", path) from error
+        raise to_scratch_error(error, "open the scratch root", path) from error
     if _is_shared_by(os.fstat(fd)):
         os.close(fd)
         raise ScratchPermissionError(f"the scratch root {path} has been replaced by somebody else's directory")
@@ -135,7 +135,7 @@ def _made(path: Path) -> Path:
     except ScratchError:
         raise
     except OSError as error:
-        raise named(error, "use the scratch root", place) from error
+        raise to_scratch_error(error, "use the scratch root", place) from error
     return place
 
 
@@ -220,7 +220,7 @@ def _followed(path: Path) -> Path:
         except (FileNotFoundError, NotADirectoryError):
             return place.joinpath(*reversed(rest))
         except OSError as error:
-            raise named(error, "use the scratch root", path) from error
+            raise to_scratch_error(error, "use the scratch root", path) from error
         everybodys = above.st_mode & stat.S_ISVTX and above.st_mode & stat.S_IWOTH
         if everybodys and status.st_uid not in trusted:
             raise ScratchPermissionError(
@@ -229,7 +229,7 @@ def _followed(path: Path) -> Path:
             )
         if stat.S_ISLNK(status.st_mode):
             links += 1
-            if links > _MOST_LINKS:
+            if links > _MAX_LINKS:
                 raise ScratchError(f"the scratch root {path} goes through too many links; choose another one")
             target = Path(os.readlink(place))
             rest.extend(reversed(target.parts[1:] if target.is_absolute() else target.parts))

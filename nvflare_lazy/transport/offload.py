@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nvflare.fuel.utils.fobs import FOBSContextKey
 
-from nvflare_lazy.scratch import current_job_scratch, use_job_scratch
+from nvflare_lazy.scratch import current_job_scratch, swap_job_scratch
 from nvflare_lazy.transport import _nvflare_private
 from nvflare_lazy.transport._flow_control import DEFAULT_BYTES, InflightBudget, Turns
 
@@ -145,7 +145,7 @@ def enable(scratch: JobScratch | None = None, *, inflight_bytes: int | None = No
         inflight_bytes: Bytes of memory that all downloads together may use in flight. Default: unchanged.
     """
     if scratch is not None:
-        use_job_scratch(scratch)
+        swap_job_scratch(scratch)
     runtime.use(ReceiveMode(True, runtime.budget.limit if inflight_bytes is None else inflight_bytes))
 
 

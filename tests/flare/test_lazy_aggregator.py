@@ -186,7 +186,7 @@ def test_what_comes_of_a_round_is_counted_once(aggregator, result, scratch, fl_c
         found = mine.aggregate_model()
         files = [path for path in scratch.path.rglob("*") if path.is_file()]
         assert scratch.used == sum(path.stat().st_size for path in files) > 0
-        assert scratch._account._pending == 0
+        assert scratch._quota._pending == 0
         give(fl_ctx, **{name: value.clone() for name, value in found.params.items()})
     del found, mine
     assert scratch.used == 0

@@ -41,7 +41,7 @@ def test_a_run_has_scratch_of_its_own_from_beginning_to_end(fl_ctx, tmp_path):
     component.handle_event(EventType.START_RUN, fl_ctx)
     scratch = current_job_scratch()
     assert scratch.path.parent == tmp_path / "root"
-    assert scratch._account.quota == 3 << 20
+    assert scratch._quota.limit == 3 << 20
     assert offload.runtime.budget.limit == 16 << 20
     assert offload.runtime.scratch_for(None) is scratch
     assert job_context.offload_of(fl_ctx) is component

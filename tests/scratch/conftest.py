@@ -63,7 +63,7 @@ def leave_behind(root) -> Callable[..., Path]:
         directory = ScratchRoot.resolve(root) / f"job-{name}"
         (directory / "download").mkdir(parents=True)
         (directory / "download" / "00001.safetensors").write_bytes(bytes(1000))
-        record = replace(OwnerRecord.of_this_process("lost"), **({"started": 1} | changes))
+        record = replace(OwnerRecord.for_this_process("lost"), **({"started": 1} | changes))
         directory.with_suffix(".lease").write_bytes(record.to_json())
         return directory
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nvflare_lazy.scratch import JobScratch, current_job_scratch, reset_job_scratch, use_job_scratch
+from nvflare_lazy.scratch import JobScratch, current_job_scratch, reset_job_scratch, swap_job_scratch
 from tests.scratch.conftest import names
 
 
@@ -32,9 +32,9 @@ def test_opened_once_when_first_needed(root):
 def test_configured_one_is_used(root):
     """Whoever configures the job says which; the one before is handed back, untouched."""
     with JobScratch.open(root, job="configured", quota=5, min_free=0) as job:
-        assert use_job_scratch(job) is None
+        assert swap_job_scratch(job) is None
         assert current_job_scratch() is job
-        assert use_job_scratch(None) is job
+        assert swap_job_scratch(None) is job
         assert not job.released
         assert current_job_scratch() is not job
 

@@ -48,7 +48,7 @@ def test_full_before_anything_is_written(open_job):
     """What cannot fit is refused when it is announced, and makes no directory."""
     job = open_job(min_free=0)
     with pytest.raises(DiskFullError, match="too little"):
-        job.download(expect=SMALL_DISK)
+        job.download(reserve=SMALL_DISK)
     assert names(job.path) == []
     assert job.used == 0
     file = job.download().new_file()
@@ -74,7 +74,7 @@ def test_some_stays_free(open_job, small_disk):
     file = job.download().new_file()
     with pytest.raises(DiskFullError, match=r"2\.0 MiB that stay free"):
         write_without_end(file, bytes(100_000))
-    assert 2 * MIB <= job.report.total - file.path.stat().st_size <= 2 * MIB + 200_000
+    assert 2 * MIB <= job.root_info.total - file.path.stat().st_size <= 2 * MIB + 200_000
     assert job.free() < 100_000
 
 

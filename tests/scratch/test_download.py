@@ -50,7 +50,7 @@ def test_preallocated_file_ends_where_it_was_written_to(job):
     assert job.used == 1 << 20
     assert file.finish().size == 1000
     assert job.used == download.nbytes == 1000
-    assert job._account._pending == 0
+    assert job._quota._pending == 0
 
 
 def test_nothing_of_a_name_from_outside_is_in_a_path(root):
@@ -221,7 +221,7 @@ def test_download_directory_deleted_underneath(job):
 
 def test_file_deleted_while_it_is_written(job, monkeypatch):
     """A long write does not go on into a file that has no name any more."""
-    monkeypatch.setattr(file_module, "LOOK_EVERY", 1 << 20)
+    monkeypatch.setattr(file_module, "CHECK_INTERVAL_BYTES", 1 << 20)
     monkeypatch.setattr(file_module, "_PIECE", 1 << 18)
     file = job.download().new_file()
     file.pwrite(bytes(1000), 0)
@@ -267,7 +267,7 @@ def test_cycles_do_not_grow(job):
     """Downloads that come and go, released or collected, leave no descriptors, threads, memory or files."""
 
     def cycle(number: int) -> None:
-        download = job.download("a label", expect=2000)
+        download = job.download("a label", reserve=2000)
         file = download.new_file()
         file.pwrite(bytes(1000), 0)
         reader = file.finish()

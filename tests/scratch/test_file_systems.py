@@ -8,7 +8,7 @@ import os
 import pytest
 
 from nvflare_lazy import _system
-from nvflare_lazy.scratch import JobScratch, describe_root
+from nvflare_lazy.scratch import JobScratch, inspect_root
 
 MOUNTS = r"""
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard
@@ -51,21 +51,21 @@ def _made_up_mounts(tmp_path, monkeypatch):
 )
 def test_file_system_of_a_path(path, kind, memory_backed, shared):
     """The longest mount point counts, the last mount on it; an overlay is where its upper directory is."""
-    report = describe_root(path)
+    report = inspect_root(path)
     assert (report.file_system, report.memory_backed, report.shared) == (kind, memory_backed, shared)
 
 
 def test_unknown_where_the_system_does_not_tell(tmp_path, monkeypatch):
     """Without a table of mounts nothing is claimed, and the sizes are still there."""
     monkeypatch.setattr(_system, "_MOUNTS", tmp_path / "nothing")
-    report = describe_root(tmp_path)
+    report = inspect_root(tmp_path)
     assert (report.file_system, report.memory_backed) == ("unknown", False)
     assert 0 < report.free <= report.total
 
 
 def test_directory_that_does_not_exist_yet(tmp_path):
     """Asked beforehand, the report is about the directory it would be made in."""
-    report = describe_root(tmp_path / "not" / "yet")
+    report = inspect_root(tmp_path / "not" / "yet")
     assert report.path == tmp_path
     assert report.writable
     assert report.warnings == ()
@@ -75,7 +75,7 @@ def test_directory_that_does_not_exist_yet(tmp_path):
 def test_place_that_cannot_be_written_to_is_warned_about(tmp_path, monkeypatch):
     """A root that this user may not write to is of no use, and the warning says what to do."""
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    report = describe_root(tmp_path)
+    report = inspect_root(tmp_path)
     assert not report.writable
     assert "Set NVFLARE_LAZY_SCRATCH" in report.warnings[0]
 
@@ -83,9 +83,9 @@ def test_place_that_cannot_be_written_to_is_warned_about(tmp_path, monkeypatch):
 def test_memory_is_warned_about(small_disk, caplog):
     """A root on tmpfs works, and says at the start that it saves no memory, and what to do."""
     with JobScratch.open(small_disk, job="job") as job:
-        assert job.report.memory_backed
-        assert job.report.file_system == "tmpfs"
-    (warning,) = job.report.warnings
+        assert job.root_info.memory_backed
+        assert job.root_info.file_system == "tmpfs"
+    (warning,) = job.root_info.warnings
     assert warning in caplog.text
     assert "is memory" in warning
     assert "8.0 MiB" in warning

@@ -47,7 +47,7 @@ def test_living_owner_is_not_touched(start_child, root):
     child = start_child(OWNER, root, 1)
     path = child.says()
     JobScratch.open(root, job="next", min_free=0).release()
-    assert reclaim(root, other_hosts=True) == []
+    assert reclaim(root, include_other_hosts=True) == []
     assert [(str(report.path), report.alive, report.nbytes) for report in list_scratch(root)] == [(path, True, 1000)]
     child.go_on()
     assert child.says() == "alive"
@@ -119,10 +119,10 @@ def test_end_of_the_interpreter_cleans_up(start_child, root, monkeypatch, how):
 FORKING = """
 import os, sys
 from nvflare_lazy.errors import (ScratchError)
-from nvflare_lazy.scratch import JobScratch, current_job_scratch, reclaim, use_job_scratch
+from nvflare_lazy.scratch import JobScratch, current_job_scratch, reclaim, swap_job_scratch
 
 job = JobScratch.open(sys.argv[1], job="of the parent", min_free=0)
-use_job_scratch(job)
+swap_job_scratch(job)
 download = job.download()
 file = download.new_file()
 file.pwrite(b"abc", 0)
@@ -135,7 +135,7 @@ if os.fork() == 0:
         except ScratchError as error:
             assert "JobScratch in each process" in str(error)
             refused += 1
-    reclaimed = reclaim(sys.argv[1], other_hosts=True)
+    reclaimed = reclaim(sys.argv[1], include_other_hosts=True)
     own = current_job_scratch()
     own.download().new_file().pwrite(b"of the child", 0)
     different = own is not job

@@ -44,15 +44,15 @@ def test_far_away_offset_counts(job):
     assert job.used == 1000
     file.finish()
     assert job.used == 1000
-    assert job._account._pending == 0  # nobody fills in the hole any more
+    assert job._quota._pending == 0  # nobody fills in the hole any more
 
 
 def test_expected_bytes_are_taken_first(job):
     """What a download expects is held from the start, and is not counted twice when it comes."""
-    first = job.download(expect=600)
+    first = job.download(reserve=600)
     assert (job.used, job.free()) == (600, 400)
     with pytest.raises(QuotaExceededError) as refused:
-        job.download(expect=401)
+        job.download(reserve=401)
     assert refused.traceback  # which holds on to all that was made
     assert len(list(job.path.iterdir())) == 1
     first.new_file().pwrite(bytes(500), 0)
@@ -60,7 +60,7 @@ def test_expected_bytes_are_taken_first(job):
     file = first.new_file()
     file.pwrite(bytes(300), 0)
     assert job.used == first.nbytes == 800
-    second = job.download(expect=200)
+    second = job.download(reserve=200)
     second.new_file().pwrite(bytes(50), 0)
     second.release()
     first.release()
@@ -70,7 +70,7 @@ def test_expected_bytes_are_taken_first(job):
 def test_negative_expectation(job):
     """A size that a stranger sent is not used to lower what is held."""
     with pytest.raises(ValueError, match="-1 bytes"):
-        job.download(expect=-1)
+        job.download(reserve=-1)
     with pytest.raises(ValueError, match="no offset"):
         job.download().new_file().pwrite(b"x", -1)
     assert job.used == 0
@@ -80,7 +80,7 @@ def test_adopted_file_is_counted_once(root, disk):
     """A file that was written past this package, as aggregates are, takes what was expected of it and no more."""
     with JobScratch.open(root, job="job", min_free=0) as job:
         before = job.free()
-        download = job.download(expect=256_000)
+        download = job.download(reserve=256_000)
         assert job.free() == before - 256_000
         (download.path / "model").write_bytes(bytes(200_000))
         disk.free -= 200_000
@@ -96,12 +96,12 @@ def test_adopted_file_is_counted_once(root, disk):
         download.adopt("more")
         assert job.used == download.nbytes == 500
         download.release()
-        assert (job.used, job._account._pending) == (0, 0)
+        assert (job.used, job._quota._pending) == (0, 0)
 
 
 def test_file_beyond_the_quota_is_not_adopted(job):
     """What the job may not hold is said, and not counted; it goes with its directory."""
-    download = job.download(expect=400)
+    download = job.download(reserve=400)
     (download.path / "model").write_bytes(bytes(1001))
     with pytest.raises(QuotaExceededError):
         download.adopt("model")
@@ -157,20 +157,20 @@ def test_return_in_the_middle_of_an_addition():
 
     class Colliding(int):
         def __radd__(self, other):
-            collections.append(space.give_back(1, 1))
+            collections.append(space.release(1, 1))
             return other + int(self)
 
     collections = []
-    space = _quota.SpaceAccount("/", None, 0)
-    space.hold(100)
-    space.hold(Colliding(10))
+    space = _quota.Quota("/", None, 0)
+    space.reserve(100)
+    space.reserve(Colliding(10))
     assert len(collections) > 1
     assert space.used == 110 - len(collections)
 
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["open", "expect", "write", "preallocate", "finish", "settle", "adopt", "release", "forget"]),
+        st.sampled_from(["open", "reserve", "write", "preallocate", "finish", "adopt", "release", "forget"]),
         st.integers(0, 3),
         st.integers(0, 400),
         st.integers(0, 400),
@@ -190,7 +190,7 @@ def test_account_agrees_with_a_model(tmp_path_factory, steps):
             assert job.used == sum(download.held for download in downloads) <= 1500
         for download in downloads:
             download.do("release", 0, 0)
-        assert (job.used, job.free(), job._account._pending) == (0, 1500, 0)
+        assert (job.used, job.free(), job._quota._pending) == (0, 1500, 0)
 
 
 class _Modelled:
@@ -216,11 +216,8 @@ class _Modelled:
             self.clear()
         elif self.download is None:
             self.download = self.job.download()
-        elif step == "expect":
-            self.expected += self.tried(lambda: self.download._directory.allotment.expect(size), size, room)
-        elif step == "settle":
-            self.download._directory.allotment.settle()
-            self.expected = 0
+        elif step == "reserve":
+            self.expected += self.tried(lambda: self.download._directory.reservation.reserve(size), size, room)
         elif step == "adopt":
             (self.download.path / "adopted").write_bytes(bytes(size))
             beyond = max(0, size - self.adopted - self.expected)
@@ -286,35 +283,35 @@ def disk(monkeypatch):
 
 def test_guard_keeps_what_must_stay_free(disk):
     """What is on its way to the disk counts as if it were there, and the refusal says what to do."""
-    space = _quota.SpaceAccount("/place", None, 10_000_000)
-    space.hold(60_000_000)
+    space = _quota.Quota("/place", None, 10_000_000)
+    space.reserve(60_000_000)
     with pytest.raises(DiskFullError, match=r"/place has 95.4 MiB free.*lower min_free"):
-        space.hold(30_000_001)
+        space.reserve(30_000_001)
     assert space.free() == 30_000_000
-    space.hold(30_000_000)
+    space.reserve(30_000_000)
 
 
 def test_guard_sees_other_programs(disk):
     """A disk that somebody else fills ends the write, before it is full."""
-    space = _quota.SpaceAccount("/place", None, 10_000_000)
-    space.hold(80_000_000)
+    space = _quota.Quota("/place", None, 10_000_000)
+    space.reserve(80_000_000)
     disk.free = 40_000_000
-    space.wrote(_quota.LOOK_EVERY // 2)
+    space.record_written(_quota.CHECK_INTERVAL_BYTES // 2)
     with pytest.raises(DiskFullError):
-        space.wrote(_quota.LOOK_EVERY // 2)
+        space.record_written(_quota.CHECK_INTERVAL_BYTES // 2)
 
 
 def test_guard_looks_now_and_then(disk):
     """Looking at the disk at every write would be waste."""
-    space = _quota.SpaceAccount("/place", None, 0)
+    space = _quota.Quota("/place", None, 0)
     for _ in range(1000):
-        space.hold(50_000)
+        space.reserve(50_000)
         disk.free -= 50_000
-        space.wrote(50_000)
-    assert disk.looks <= 2 + 50_000_000 // _quota.LOOK_EVERY
+        space.record_written(50_000)
+    assert disk.looks <= 2 + 50_000_000 // _quota.CHECK_INTERVAL_BYTES
     disk.free = 0
     with pytest.raises(DiskFullError):
-        space.hold(_quota.LOOK_EVERY)
+        space.reserve(_quota.CHECK_INTERVAL_BYTES)
 
 
 def test_what_stays_free_by_default():

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from nvflare_lazy.scratch import JobScratch, _lease, list_scratch, reclaim
-from nvflare_lazy.scratch._lease import OwnerRecord, Standing, start_of_process
+from nvflare_lazy.scratch._lease import OwnerRecord, OwnerStatus, process_start_time
 from tests.scratch.conftest import bytes_of, names
 
 ELSEWHERE = {"hostname": "elsewhere", "boot_id": "another"}
@@ -39,7 +39,7 @@ def test_dead_owner(root, leave_behind, caplog):
 
 def test_pid_that_is_used_again(leave_behind, root):
     """A record with the pid of a running process, this one, that started at another time is a dead one's."""
-    start = start_of_process(os.getpid())
+    start = process_start_time(os.getpid())
     assert start is not None
     lost = leave_behind(started=start - 1)
     assert [one.path for one in reclaim(root)] == [lost]
@@ -47,8 +47,8 @@ def test_pid_that_is_used_again(leave_behind, root):
 
 def test_process_that_runs_is_believed(leave_behind, root):
     """A record of a running process is not touched even if its lock is gone."""
-    leave_behind(started=start_of_process(os.getpid()))
-    assert reclaim(root, other_hosts=True) == []
+    leave_behind(started=process_start_time(os.getpid()))
+    assert reclaim(root, include_other_hosts=True) == []
     assert [lease.alive for lease in list_scratch(root)] == [True]
 
 
@@ -56,7 +56,7 @@ def test_zombie_is_dead(root, leave_behind, start_child):
     """A killed process that nobody has waited for still has its number, and nothing else."""
     child = start_child("import time; print(flush=True); time.sleep(100)")
     child.says()
-    leave_behind(pid=child.pid, started=start_of_process(child.pid))
+    leave_behind(pid=child.pid, started=process_start_time(child.pid))
     assert reclaim(root) == []
     child.process.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -90,15 +90,15 @@ def test_who_is_dead(request, root, leave_behind, changes, locks, alive, told):
     assert 0 <= report.age < 60
     assert len(reclaim(root)) == (alive is False)
     assert lost.exists() == (alive is not False)
-    reclaim(root, other_hosts=True)
+    reclaim(root, include_other_hosts=True)
     assert names(root) == []
 
 
 def test_host_without_names_for_its_boots(root, leave_behind, monkeypatch):
     """Where the system names neither boots nor namespaces, as on macOS, the host name takes their place."""
     monkeypatch.setattr("nvflare_lazy.scratch._lease._boot_id", lambda: "")
-    record = OwnerRecord.of_this_process("job")
-    assert record.standing() is Standing.ALIVE
+    record = OwnerRecord.for_this_process("job")
+    assert record.status() is OwnerStatus.ALIVE
     leave_behind(hostname="elsewhere", boot_id="")
     assert [report.alive for report in list_scratch(root)] == [None]
 
@@ -127,7 +127,7 @@ def test_lease_without_locks_that_is_being_made(root, leave_behind, no_locks):
     """Without locks a lease in the making is only taken for abandoned when it is old."""
     leave_behind()
     (new := root / "job-1111111111111111.lease.new").touch()
-    reclaim(root, other_hosts=True)
+    reclaim(root, include_other_hosts=True)
     assert names(root) == [new.name]
     os.utime(new, (time.time() - 7200,) * 2)
     reclaim(root)
@@ -146,7 +146,7 @@ def test_nothing_else_is_touched(root, leave_behind, tmp_path):
     others = ["job-abc", "job-0123456789ABCDEF", "notes.lease", "results"]
     for other in others:
         (root / other).mkdir()
-    reclaim(root, other_hosts=True)
+    reclaim(root, include_other_hosts=True)
     assert (precious / "file").read_text() == "keep"
     assert set(names(root)) >= set(others)
     assert not lost.exists()
@@ -157,7 +157,7 @@ def test_living_owner_whose_lease_file_was_deleted(root):
     with JobScratch.open(root, job="job", min_free=0) as job:
         file = job.download().new_file()
         job.path.with_suffix(".lease").unlink()
-        assert reclaim(root, other_hosts=True) == []
+        assert reclaim(root, include_other_hosts=True) == []
         assert [report.alive for report in list_scratch(root)] == [True]
         file.pwrite(b"abc", 0)
         assert bytes_of(file.finish()) == b"abc"

@@ -30,8 +30,8 @@ def received(download, data=OLD):
     return Path(opened(download, data).path)
 
 
-def spares(job):
-    place = job.path / "spare"
+def recycled(job):
+    place = job.path / "recycled"
     return sorted(path.stat().st_size for path in place.iterdir()) if place.exists() else []
 
 
@@ -43,18 +43,18 @@ def test_the_next_download_has_the_same_file(job):
     download.release()
     assert not path.exists()
     assert job.used == 0
-    assert spares(job) == [len(OLD)]
+    assert recycled(job) == [len(OLD)]
     again = job.download()
     path = received(again, NEW)
     assert path.stat().st_ino == inode
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.read_bytes() == NEW
     assert job.used == len(NEW)
-    assert spares(job) == []
+    assert recycled(job) == []
 
 
 def test_files_that_grow(job):
-    """A spare file that is too small is made longer; one without a size beforehand is cut at the end."""
+    """A recycled file that is too small is made longer; one without a size beforehand is cut at the end."""
     download = job.download()
     received(download, NEW)
     download.release()
@@ -72,7 +72,7 @@ def test_small_files_are_not_kept(job):
     download = job.download()
     received(download, b"x" * (MIB // 2))
     download.release()
-    assert spares(job) == []
+    assert recycled(job) == []
 
 
 def test_a_file_that_is_being_read_is_not_used_again(job):
@@ -81,7 +81,7 @@ def test_a_file_that_is_being_read_is_not_used_again(job):
     file = opened(download)
     source = FileSource(file, 0, len(OLD))
     download.release()
-    assert spares(job) == []
+    assert recycled(job) == []
     received(job.download(), NEW)
     assert source.read() == OLD
 
@@ -93,7 +93,7 @@ def test_a_file_that_was_closed_is_used_again(job):
     source = FileSource(file, 0, len(OLD))
     file.close()
     download.release()
-    assert spares(job) == [len(OLD)]
+    assert recycled(job) == [len(OLD)]
     received(job.download(), NEW)
     with pytest.raises(SourceReleasedError):
         source.read()
@@ -105,7 +105,7 @@ def test_the_last_reference_keeps_it(job):
     file = opened(download)
     source = FileSource(file, 0, len(OLD))
     del download, file, source
-    assert spares(job) == [len(OLD)]
+    assert recycled(job) == [len(OLD)]
 
 
 def test_a_file_open_in_another_process_is_not_used_again(job):
@@ -118,7 +118,7 @@ def test_a_file_open_in_another_process_is_not_used_again(job):
     )
     assert other.stdout.readline() == "open\n"
     download.release()
-    assert spares(job) == []
+    assert recycled(job) == []
     received(job.download(), NEW)
     assert other.communicate("\n", timeout=60)[0] == "ooo\n"
 
@@ -128,45 +128,45 @@ def test_a_file_with_another_name_is_not_used_again(job, tmp_path):
     download = job.download()
     os.link(received(download), tmp_path / "checkpoint")
     download.release()
-    assert spares(job) == []
+    assert recycled(job) == []
     received(job.download(), NEW)
     assert (tmp_path / "checkpoint").read_bytes() == OLD
 
 
-def test_spares_make_room_for_the_quota(root):
-    """Used and spare files together stay within the quota; what must go is what was kept first."""
+def test_recycled_files_make_room_for_the_quota(root):
+    """Used and recycled files together stay within the quota; what must go is what was kept first."""
     with JobScratch.open(root, job="job", min_free=0, quota=7 * MIB) as job:
         downloads = [job.download() for _ in range(2)]
         for download in downloads:
             received(download)
         for download in downloads:
             download.release()
-        assert len(spares(job)) == 2
-        small = job.download(expect=4 * MIB)
-        assert len(spares(job)) == 1
-        other = job.download(expect=3 * MIB)
+        assert len(recycled(job)) == 2
+        small = job.download(reserve=4 * MIB)
+        assert len(recycled(job)) == 1
+        other = job.download(reserve=3 * MIB)
         assert small.nbytes + other.nbytes == job.used == 7 * MIB
-        assert spares(job) == []
+        assert recycled(job) == []
 
 
-def test_spares_make_room_on_the_disk(job, monkeypatch):
-    """Where the disk would be too full with them, spare files go before a download is refused."""
+def test_recycled_files_make_room_on_the_disk(job, monkeypatch):
+    """Where the disk would be too full with them, recycled files go before a download is refused."""
     download = job.download()
     received(download)
     download.release()
 
     def small_disk(path):
-        free = MIB if spares(job) else MIB + len(OLD)
+        free = MIB if recycled(job) else MIB + len(OLD)
         return os.statvfs_result((4096, 4096, 0, 0, free // 4096, 0, 0, 0, 0, 255))
 
     monkeypatch.setattr("nvflare_lazy.scratch._quota.os.statvfs", small_disk)
     assert job.free() == MIB + len(OLD)
-    job.download(expect=2 * MIB)
-    assert spares(job) == []
+    job.download(reserve=2 * MIB)
+    assert recycled(job) == []
 
 
 def test_without_leases_nothing_is_kept(job, monkeypatch):
-    """A file system that cannot tell who has a file open is used as if there were no spare files."""
+    """A file system that cannot tell who has a file open is used as if there were no recycled files."""
 
     def refuse(fd, command, *rest):
         raise OSError(22, "Invalid argument")
@@ -175,12 +175,12 @@ def test_without_leases_nothing_is_kept(job, monkeypatch):
     download = job.download()
     path = received(download)
     download.release()
-    assert spares(job) == []
+    assert recycled(job) == []
     assert not path.parent.exists()
 
 
 def test_nothing_is_left_of_the_job(root):
-    """Spare files go with the job."""
+    """Recycled files go with the job."""
     with JobScratch.open(root, job="job", min_free=0) as job:
         download = job.download()
         received(download)

@@ -62,9 +62,9 @@ def test_everybody_who_releases_finds_it_gone(job, monkeypatch):
     """Two threads that release at once both come back only when the directory is gone."""
     remove = download_module.remove_tree
 
-    def slowly(*arguments, **named):
+    def slowly(*arguments, **to_scratch_error):
         time.sleep(0.1)
-        return remove(*arguments, **named)
+        return remove(*arguments, **to_scratch_error)
 
     monkeypatch.setattr(download_module, "remove_tree", slowly)
     download = job.download()
@@ -108,7 +108,7 @@ def hanging_disk(monkeypatch):
 
 def test_release_does_not_hang_with_the_disk(job, monkeypatch, hanging_disk, caplog):
     """A write that does not come back is not waited for for ever, and cannot do harm when it does."""
-    monkeypatch.setattr(download_module, "_PATIENCE", 0.2)
+    monkeypatch.setattr(download_module, "_SLOW_WRITE_SECONDS", 0.2)
     open_before = len(os.listdir("/proc/self/fd"))
     download = job.download()
     file = download.new_file()
@@ -127,8 +127,8 @@ def test_release_does_not_hang_with_the_disk(job, monkeypatch, hanging_disk, cap
 
 def test_release_explains_what_it_broke(job, monkeypatch, hanging_disk):
     """A write that fails because of the release reports the release, not what became of it."""
-    monkeypatch.setattr(download_module, "_PATIENCE", 0.1)
-    monkeypatch.setattr(file_module, "LOOK_EVERY", 1)  # notices that its file is gone
+    monkeypatch.setattr(download_module, "_SLOW_WRITE_SECONDS", 0.1)
+    monkeypatch.setattr(file_module, "CHECK_INTERVAL_BYTES", 1)  # notices that its file is gone
     download = job.download()
     file = download.new_file()
     with ThreadPoolExecutor(1) as pool:
@@ -146,9 +146,9 @@ def test_release_while_a_file_is_created(job, monkeypatch):
     download = job.download()
     create = os.open
 
-    def create_and_be_interrupted(*arguments, **named):
+    def create_and_be_interrupted(*arguments, **to_scratch_error):
         monkeypatch.setattr(os, "open", create)
-        fd = create(*arguments, **named)
+        fd = create(*arguments, **to_scratch_error)
         download.release()
         return fd
 
@@ -191,7 +191,7 @@ def test_collection_in_the_middle_of_everything(root):
 
     def make_garbage(_):
         for _ in range(100):
-            download = job.download(expect=10)
+            download = job.download(reserve=10)
             download.new_file().pwrite(bytes(100), 0)
             circle = [download]
             circle.append(circle)
@@ -212,7 +212,7 @@ def test_collection_in_the_middle_of_everything(root):
 def test_what_cannot_be_removed_stays_on_the_account(job, monkeypatch, caplog):
     """Bytes that are still on the disk are not given out again; the end of the job tries once more."""
 
-    def refuse(*arguments, **named):
+    def refuse(*arguments, **to_scratch_error):
         raise PermissionError(1, "no")
 
     with monkeypatch.context() as patched:

@@ -166,7 +166,7 @@ def receive(
     outcome["seconds"] = time.monotonic() - started
     outcome["used"] = job.used
     outcome["left"] = scenes.files_under(str(job.path))
-    outcome["spares"] = len(list(job.path.glob("spare/*")))
+    outcome["recycled"] = len(list(job.path.glob("recycled/*")))
     place = job.path
     job.release()
     outcome["job left"] = place.exists()

@@ -30,7 +30,7 @@ def assert_failed(outcome, error, text=""):
     assert outcome["error"] == error, outcome
     assert text in outcome["text"]
     assert outcome["left"] == []
-    assert outcome["spares"] == 0
+    assert outcome["recycled"] == 0
     assert not outcome["job left"]
     assert outcome["used"] == 0
     assert outcome["budget"] == 0

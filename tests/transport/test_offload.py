@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from nvflare_lazy.scratch import JobScratch, current_job_scratch, reset_job_scratch, use_job_scratch
+from nvflare_lazy.scratch import JobScratch, current_job_scratch, reset_job_scratch, swap_job_scratch
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.offload import ReceiveMode, TransferRuntime
 
@@ -45,7 +45,7 @@ def test_forked_child(tmp_path, monkeypatch):
     """A child receives as its parent does, into its own scratch, and inherits no transfers and no locks."""
     monkeypatch.setenv("NVFLARE_LAZY_SCRATCH", str(tmp_path))
     runtime = offload.runtime
-    job_before = use_job_scratch(JobScratch.open(tmp_path, job="parent", warn=False))
+    job_before = swap_job_scratch(JobScratch.open(tmp_path, job="parent", warn=False))
     before = runtime.use(ReceiveMode(True, 4 << 20))
     taken = runtime.budget.take(4 << 20, holding=0)
     slot = runtime.throttle.take(4 << 20)
@@ -78,7 +78,7 @@ def test_forked_child(tmp_path, monkeypatch):
         runtime.throttle.end(slot)
         runtime.use(before)
         reset_job_scratch()
-        use_job_scratch(job_before)
+        swap_job_scratch(job_before)
 
 
 @pytest.mark.parametrize("known", [False, True])
