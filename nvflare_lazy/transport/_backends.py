@@ -16,16 +16,18 @@ import torch
 
 from nvflare_lazy.errors import UnsupportedDtypeError
 from nvflare_lazy.tensors import dtypes
-from nvflare_lazy.tensors.entry import array_rows, entry_of
+from nvflare_lazy.tensors.entry import TensorEntry, array_rows, entry_of
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.tensor_memory import storage_bytes
 from nvflare_lazy.transport.nvflare_items.format import pack_array, pack_tensor, unpack_arrays, unpack_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.transport._received_files import ReceivedTensor
 
 
 class Family(ABC):
@@ -64,6 +66,10 @@ class Family(ABC):
     @abstractmethod
     def lazy(self, source: ByteSource, dtype: Any, shape: tuple[int, ...]) -> Any:
         """Return a lazy value over bytes."""
+
+    @abstractmethod
+    def collect(self, received: Mapping[str, ReceivedTensor], owner: object) -> Mapping[str, Any]:
+        """Return lazy values over received files, which keep the owner of the files alive."""
 
     @abstractmethod
     def unknown(self) -> tuple[Any, tuple[int, ...]]:
@@ -121,6 +127,13 @@ class TorchFamily(Family):
     def lazy(self, source: ByteSource, dtype: torch.dtype, shape: tuple[int, ...]) -> LazyTensor:
         return LazyTensor(source, dtype, shape)
 
+    def collect(self, received: Mapping[str, ReceivedTensor], owner: object) -> LazyTensorDict:
+        entries = {
+            name: TensorEntry(source, dtypes.by_torch(dtype), shape)
+            for name, (source, dtype, shape) in received.items()
+        }
+        return LazyTensorDict.from_entries(entries, keep_alive=owner)
+
     def unknown(self) -> tuple[torch.dtype, tuple[int, ...]]:
         return torch.float32, (1,)
 
@@ -174,6 +187,12 @@ class NumpyFamily(Family):
 
     def lazy(self, source: ByteSource, dtype: np.dtype[Any], shape: tuple[int, ...]) -> LazyArray:
         return LazyArray(source, dtype, shape)
+
+    def collect(self, received: Mapping[str, ReceivedTensor], owner: object) -> dict[str, LazyArray]:
+        for file in {source.file() for source, _, _ in received.values()}:
+            if file is not None:
+                file.own(owner)
+        return {name: LazyArray(*values) for name, values in received.items()}
 
     def unknown(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
         return np.dtype(np.float32), (1,)

@@ -13,10 +13,13 @@ from nvflare_lazy.errors import TransferAbortedError
 from nvflare_lazy.tensors.tensor_file import TemporaryPath, TensorFile
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport._received_files import AppendingShards, PreallocatedShards, ReceiveDirectory, ReceivedTensor
-from nvflare_lazy.transport.receive import PayloadConsumer
+from nvflare_lazy.transport.receive import PayloadConsumer, receive
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from nvflare_lazy.transport._backends import Family
+    from nvflare_lazy.transport.segments.client import Link
     from nvflare_lazy.transport.segments.manifest import Manifest
 
 
@@ -148,14 +151,11 @@ class DiskConsumer(PayloadConsumer):
                 self._cleaned = True
         self._downloads.discard(self)
 
-    @property
-    def received(self) -> dict[str, ReceivedTensor]:
-        """The tensors or arrays by name, once the files are complete."""
-        return self._received
-
-    def owner(self) -> object:
-        """Return what removes the directory with its last reference; the tensors have to keep it alive."""
-        return TemporaryPath(self.directory.path) if isinstance(self.directory, UnmanagedDirectory) else self.directory
+    def values(self) -> Mapping[str, Any]:
+        """Return the tensors or arrays by name, once the files are complete; they keep the directory alive."""
+        directory = self.directory
+        owner = TemporaryPath(directory.path) if isinstance(directory, UnmanagedDirectory) else directory
+        return self.family.collect(self._received, owner)
 
     def discard(self) -> None:
         """Remove what has come so far."""
@@ -180,6 +180,23 @@ class DiskConsumer(PayloadConsumer):
         """Whether the files are below a directory."""
         path = getattr(self.directory, "path", None)
         return path is not None and Path(root).resolve() in [Path(path).resolve(), *Path(path).resolve().parents]
+
+
+def receive_to_disk(
+    family: Family,
+    link: Link,
+    place: ReceiveDirectory | str | os.PathLike[str],
+    progress_cb: Callable[..., None] | None = None,
+) -> Mapping[str, Any]:
+    """Download tensors or arrays into a directory that nothing is left of if it fails.
+
+    Raises:
+        NVFlareLazyError: The error that says why it failed.
+    """
+    consumer = DiskConsumer(family, place)
+    receive(consumer, link, progress_cb)
+    consumer.release()
+    return consumer.values()
 
 
 def cleanup_active_disk_tensor_downloads(

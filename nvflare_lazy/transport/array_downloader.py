@@ -6,17 +6,16 @@ What jobs with NumPy exchange, NVFlare's default, get; the counterpart of `tenso
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from nvflare_lazy.errors import NVFlareLazyError
 from nvflare_lazy.scratch import current_job_scratch
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport._backends import NUMPY
-from nvflare_lazy.transport._disk_consumer import DiskConsumer
+from nvflare_lazy.transport._disk_consumer import DiskConsumer, receive_to_disk
 from nvflare_lazy.transport._downloadable import PayloadDownloadable
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
-from nvflare_lazy.transport.receive import receive
+from nvflare_lazy.transport.receive import outcome, receive
 from nvflare_lazy.transport.segments.client import Link
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from nvflare_lazy.scratch import DownloadScratch
     from nvflare_lazy.transport._received_files import ReceiveDirectory
 
 _TWO_MB = 2 * 1024 * 1024
@@ -71,12 +69,8 @@ class DiskArrayConsumer(DiskConsumer):
         super().__init__(NUMPY, temp_dir)
 
     def arrays(self) -> dict[str, LazyArray]:
-        """Return what was received; the arrays keep the directory alive."""
-        owner = self.owner()
-        for file in {source.file() for source, _, _ in self.received.values()}:
-            if file is not None:
-                file.own(owner)
-        return {name: LazyArray(*received) for name, received in self.received.items()}
+        """Return what was received; it keeps the directory alive."""
+        return cast("dict[str, LazyArray]", self.values())
 
 
 def add_arrays(downloader: Any, arrays: Mapping[str, np.ndarray[Any, Any]], max_chunk_size: int = _TWO_MB) -> str:
@@ -99,10 +93,7 @@ def download_arrays(
 ) -> tuple[str | None, dict[str, np.ndarray[Any, Any]] | None]:
     """Download arrays into memory; see `tensor_downloader.download_tensors`."""
     link = Link(offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
-    try:
-        return None, receive(ArrayConsumer(arrays_received_cb, cb_kwargs), link, progress_cb)
-    except NVFlareLazyError as error:
-        return str(error), None
+    return outcome(lambda: receive(ArrayConsumer(arrays_received_cb, cb_kwargs), link, progress_cb))
 
 
 def download_arrays_to_disk(
@@ -117,26 +108,12 @@ def download_arrays_to_disk(
 ) -> tuple[str | None, dict[str, LazyArray] | None]:
     """Download arrays into the job's scratch; see `tensor_downloader.download_tensors_to_disk`."""
     link = Link(offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
-    try:
-        return None, receive_to_disk(link, current_job_scratch().download(label=from_fqcn), progress_cb)
-    except NVFlareLazyError as error:
-        return str(error), None
 
+    def download() -> dict[str, LazyArray]:
+        directory = current_job_scratch().download(label=from_fqcn)
+        return cast("dict[str, LazyArray]", receive_to_disk(NUMPY, link, directory, progress_cb))
 
-def receive_to_disk(
-    link: Link,
-    place: DownloadScratch | ReceiveDirectory | str,
-    progress_cb: Callable[..., None] | None = None,
-) -> dict[str, LazyArray]:
-    """Download arrays into a directory that nothing is left of if it fails.
-
-    Raises:
-        NVFlareLazyError: The error that says why it failed.
-    """
-    consumer = DiskArrayConsumer(place)
-    receive(consumer, link, progress_cb)
-    consumer.release()
-    return consumer.arrays()
+    return outcome(download)
 
 
 __all__ = [
@@ -146,5 +123,4 @@ __all__ = [
     "add_arrays",
     "download_arrays",
     "download_arrays_to_disk",
-    "receive_to_disk",
 ]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 import json
 import uuid
-from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,25 +26,23 @@ from nvflare.fuel.utils.fobs.datum import Datum, DatumType
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 
 from nvflare_lazy.errors import NVFlareLazyError, ProtocolError
-from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.transport import _nvflare_private, array_downloader, offload, tensor_downloader
+from nvflare_lazy.transport import _nvflare_private, offload
 from nvflare_lazy.transport._backends import NUMPY, TORCH, Family
+from nvflare_lazy.transport._disk_consumer import receive_to_disk
+from nvflare_lazy.transport._downloadable import PayloadDownloadable
+from nvflare_lazy.transport._memory_consumer import MemoryConsumer
 from nvflare_lazy.transport._placeholders import Batches, Outgoing, RemoteBatch, item_of
-from nvflare_lazy.transport.array_downloader import ArrayConsumer, ArrayDownloadable
 from nvflare_lazy.transport.failed import FailedBatch
 from nvflare_lazy.transport.receive import receive
 from nvflare_lazy.transport.segments.client import Link
-from nvflare_lazy.transport.tensor_downloader import TensorConsumer, TensorDownloadable
 from nvflare_lazy.transport.via_downloader import LazyDownloadRef, note_download_initiated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from nvflare.fuel.utils.fobs.datum import DatumManager
-
-    from nvflare_lazy.transport._downloadable import PayloadDownloadable
 
 _TWO_MB = 2 * 1024 * 1024
 # Keys of a placeholder that stock peers do not look at.
@@ -70,18 +67,6 @@ class LazyDecomposer(ViaDownloaderDecomposer):
     def get_download_dot(self) -> int:
         """Return NVFlare's number for the datum."""
         return self._dot
-
-    # ---- what differs between tensors and arrays ---------------------------------------------------------------
-
-    @abstractmethod
-    def receive_into_memory(self, link: Link, progress_cb: Callable[..., None] | None) -> Mapping[str, Any]:
-        """Download ordinary values."""
-
-    @abstractmethod
-    def receive_to_disk(
-        self, link: Link, scratch: JobScratch, progress_cb: Callable[..., None] | None
-    ) -> Mapping[str, Any]:
-        """Download lazy values."""
 
     # ---- sending -----------------------------------------------------------------------------------------------
 
@@ -153,6 +138,12 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         objects.append((ref_id, self._create_downloadable(fobs_ctx)))
         fqcn: str = fobs_ctx[FOBSContextKey.CELL].get_fqcn()
         return fqcn
+
+    def to_downloadable(
+        self, items: dict[str, Any], max_chunk_size: int, fobs_ctx: dict[str, Any]
+    ) -> PayloadDownloadable:
+        """Return the object that serves the values of a message."""
+        return PayloadDownloadable(items, max_chunk_size, self.family, fobs_ctx.get(FOBSContextKey.CELL))
 
     def _finalize_download_tx(self, mgr: DatumManager) -> None:
         super()._finalize_download_tx(mgr)
@@ -248,8 +239,8 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         link = Link(offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
         scratch = offload.runtime.scratch_for(fobs_ctx)
         if scratch is None:
-            return None, self.receive_into_memory(link, progress_cb)
-        return None, self.receive_to_disk(link, scratch, progress_cb)
+            return None, receive(MemoryConsumer(self.family), link, progress_cb)
+        return None, receive_to_disk(self.family, link, scratch.download(label=from_fqcn), progress_cb)
 
 
 class LazyTensorDecomposer(LazyDecomposer):
@@ -261,23 +252,6 @@ class LazyTensorDecomposer(LazyDecomposer):
     def supported_type(self) -> type:
         """Return the type that is sent."""
         return torch.Tensor
-
-    def to_downloadable(
-        self, items: dict[str, Any], max_chunk_size: int, fobs_ctx: dict[str, Any]
-    ) -> PayloadDownloadable:
-        """Return what serves the tensors of a message."""
-        return TensorDownloadable(items, max_chunk_size, fobs_ctx.get(FOBSContextKey.CELL))
-
-    def receive_into_memory(self, link: Link, progress_cb: Callable[..., None] | None) -> Mapping[str, Any]:
-        """Download ordinary tensors."""
-        received: dict[str, Any] = receive(TensorConsumer(), link, progress_cb)
-        return received
-
-    def receive_to_disk(
-        self, link: Link, scratch: JobScratch, progress_cb: Callable[..., None] | None
-    ) -> Mapping[str, Any]:
-        """Download lazy tensors."""
-        return tensor_downloader.receive_to_disk(link, scratch.download(label=link.from_fqcn), progress_cb)
 
     def native_decompose(self, target: torch.Tensor, manager: DatumManager = None) -> bytes:
         """Encode a tensor by itself."""
@@ -302,23 +276,6 @@ class LazyArrayDecomposer(LazyDecomposer):
     def supported_type(self) -> type:
         """Return the type that is sent."""
         return np.ndarray
-
-    def to_downloadable(
-        self, items: dict[str, Any], max_chunk_size: int, fobs_ctx: dict[str, Any]
-    ) -> PayloadDownloadable:
-        """Return what serves the arrays of a message."""
-        return ArrayDownloadable(items, max_chunk_size, fobs_ctx.get(FOBSContextKey.CELL))
-
-    def receive_into_memory(self, link: Link, progress_cb: Callable[..., None] | None) -> Mapping[str, Any]:
-        """Download ordinary arrays."""
-        received: dict[str, Any] = receive(ArrayConsumer(), link, progress_cb)
-        return received
-
-    def receive_to_disk(
-        self, link: Link, scratch: JobScratch, progress_cb: Callable[..., None] | None
-    ) -> Mapping[str, Any]:
-        """Download lazy arrays."""
-        return array_downloader.receive_to_disk(link, scratch.download(label=link.from_fqcn), progress_cb)
 
     def native_decompose(self, target: Any, manager: DatumManager = None) -> bytes:
         """Encode an array by itself."""

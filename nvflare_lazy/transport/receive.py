@@ -12,7 +12,7 @@ import threading
 import time
 from abc import abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nvflare.apis.signal import Signal
 from nvflare.fuel.f3.streaming.download_service import Consumer, download_object
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from nvflare_lazy.transport._memory_consumer import Sink
     from nvflare_lazy.transport.segments.manifest import Manifest
     from nvflare_lazy.transport.ways import Way
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -223,6 +225,14 @@ def receive(consumer: PayloadConsumer, link: Link, progress_cb: Callable[..., No
     if isinstance(failure, NVFlareLazyError):
         raise failure
     raise TransferError(f"the download from {link.from_fqcn} failed: {failure}") from failure
+
+
+def outcome(download: Callable[[], T]) -> tuple[str | None, T | None]:
+    """Return an error message or None, and what was downloaded or None, as NVFlare's own functions do."""
+    try:
+        return None, download()
+    except NVFlareLazyError as error:
+        return str(error), None
 
 
 class ProgressRelay:

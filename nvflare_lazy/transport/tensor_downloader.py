@@ -7,19 +7,16 @@ What the decomposers use, and what a component of a job may use directly.
 from __future__ import annotations
 
 import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from nvflare_lazy.errors import NVFlareLazyError
 from nvflare_lazy.scratch import current_job_scratch
-from nvflare_lazy.tensors import dtypes
-from nvflare_lazy.tensors.entry import TensorEntry
 from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport._backends import TORCH
-from nvflare_lazy.transport._disk_consumer import DiskConsumer, cleanup_active_disk_tensor_downloads
+from nvflare_lazy.transport._disk_consumer import DiskConsumer, cleanup_active_disk_tensor_downloads, receive_to_disk
 from nvflare_lazy.transport._downloadable import PayloadDownloadable
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
-from nvflare_lazy.transport.receive import receive
+from nvflare_lazy.transport.receive import outcome, receive
 from nvflare_lazy.transport.segments.client import Link
 
 if TYPE_CHECKING:
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from nvflare_lazy.scratch import DownloadScratch
     from nvflare_lazy.transport._received_files import ReceiveDirectory
 
 _TWO_MB = 2 * 1024 * 1024
@@ -75,11 +71,7 @@ class DiskTensorConsumer(DiskConsumer):
 
     def tensors(self) -> LazyTensorDict:
         """Return what was received; it keeps the directory alive."""
-        entries = {
-            name: TensorEntry(source, dtypes.by_torch(dtype), shape)
-            for name, (source, dtype, shape) in self.received.items()
-        }
-        return LazyTensorDict.from_entries(entries, keep_alive=self.owner())
+        return cast("LazyTensorDict", self.values())
 
 
 def add_tensors(downloader: Any, tensors: Mapping[str, torch.Tensor], max_chunk_size: int = _TWO_MB) -> str:
@@ -127,10 +119,7 @@ def download_tensors(
         An error message or None, and the tensors or None.
     """
     link = Link(offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
-    try:
-        return None, receive(TensorConsumer(tensors_received_cb, cb_kwargs), link, progress_cb)
-    except NVFlareLazyError as error:
-        return str(error), None
+    return outcome(lambda: receive(TensorConsumer(tensors_received_cb, cb_kwargs), link, progress_cb))
 
 
 def download_tensors_to_disk(
@@ -161,28 +150,15 @@ def download_tensors_to_disk(
         An error message or None, and the tensors or None.
     """
     link = Link(offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
-    try:
+
+    def download() -> LazyTensorDict:
         if root_dir is None:
-            return None, receive_to_disk(link, current_job_scratch().download(label=from_fqcn), progress_cb)
-        return None, receive_to_disk(link, tempfile.mkdtemp(prefix="nvflare_lazy_", dir=root_dir), progress_cb)
-    except NVFlareLazyError as error:
-        return str(error), None
+            place: Any = current_job_scratch().download(label=from_fqcn)
+        else:
+            place = tempfile.mkdtemp(prefix="nvflare_lazy_", dir=root_dir)
+        return cast("LazyTensorDict", receive_to_disk(TORCH, link, place, progress_cb))
 
-
-def receive_to_disk(
-    link: Link,
-    place: DownloadScratch | ReceiveDirectory | str,
-    progress_cb: Callable[..., None] | None = None,
-) -> LazyTensorDict:
-    """Download tensors into a directory that nothing is left of if it fails.
-
-    Raises:
-        NVFlareLazyError: The error that says why it failed.
-    """
-    consumer = DiskTensorConsumer(place)
-    receive(consumer, link, progress_cb)
-    consumer.release()
-    return consumer.tensors()
+    return outcome(download)
 
 
 __all__ = [
@@ -193,5 +169,4 @@ __all__ = [
     "cleanup_active_disk_tensor_downloads",
     "download_tensors",
     "download_tensors_to_disk",
-    "receive_to_disk",
 ]

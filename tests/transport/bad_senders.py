@@ -136,9 +136,11 @@ def receive(
 
     from nvflare_lazy.scratch import JobScratch
     from nvflare_lazy.transport import offload
+    from nvflare_lazy.transport._backends import TORCH
+    from nvflare_lazy.transport._disk_consumer import receive_to_disk
     from nvflare_lazy.transport.receive import receive as receive_into
     from nvflare_lazy.transport.segments.client import Link
-    from nvflare_lazy.transport.tensor_downloader import TensorConsumer, receive_to_disk
+    from nvflare_lazy.transport.tensor_downloader import TensorConsumer
 
     abort = Signal()
     if abort_after is not None:
@@ -152,7 +154,7 @@ def receive(
             download = job.download(label=fqcn)
             if delete_after is not None:
                 threading.Timer(delete_after, shutil.rmtree, [str(download.path)]).start()
-            received: Any = receive_to_disk(link, download)
+            received: Any = receive_to_disk(TORCH, link, download)
             while hold is not None and not os.path.exists(hold):
                 time.sleep(0.05)
         else:
