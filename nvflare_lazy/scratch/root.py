@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where scratch lives: the argument, the environment, or a per-user directory, checked before anything is put in it.
+"""The scratch root: an argument, an environment variable or a per-user directory, checked before its first use.
 
-Everything below the root is reached through a descriptor of it, by names this package made up; what has to be trusted
-is only that the root itself is ours, which is found out here.
+Everything below the root is reached through a descriptor of it, under generated names. So only the root itself has to
+be checked: it must belong to this user alone.
 """
 
 from __future__ import annotations
@@ -26,53 +26,53 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class ScratchRoot:
-    """The directory all scratch is under: how it is chosen, made and checked."""
+    """The directory that contains all scratch: how it is chosen, created and checked."""
 
     @staticmethod
     def resolve(root: str | os.PathLike[str] | None = None) -> Path:
-        """Return the directory to use, made for this user alone if need be, and checked.
+        """Return the directory to use, created for this user alone if it is missing, and checked.
 
-        A directory that several users share, such as /tmp or a project's, is not used itself: a directory of this
-        user's own is made in it. Without a root, and without `NVFLARE_LAZY_SCRATCH`, it is the user's cache
-        directory, or the temporary one where there is no home that can be written to.
+        A directory that several users share, such as /tmp or a project's, is not used itself: scratch is in a
+        directory of this user in it.
 
         Args:
-            root: The directory the user asked for, if any.
+            root: The directory that the user chose. Default: `NVFLARE_LAZY_SCRATCH`, else the user's cache directory,
+                else, without a writable home, the temporary directory.
 
         Raises:
-            ScratchPermissionError: If others could put something else in its place, or this user may not write there.
+            ScratchPermissionError: If other users could replace it, or this user may not write there.
         """
         path, chosen_by = ScratchRoot.locate(root)
         if chosen_by != "default":
-            return _made(path)
+            return _create_checked(path)
         try:
-            return _made(path)
+            return _create_checked(path)
         except ScratchError as error:
             logger.info("no scratch in the cache directory (%s); using the temporary one", error)
-        return _made(_temporary_root())
+        return _create_checked(_temporary_root())
 
     @staticmethod
     def find(root: str | os.PathLike[str] | None = None) -> Path | None:
-        """Return the directory `resolve` would use if it exists already, and None otherwise; nothing is made."""
+        """Return the directory that `resolve` would use, or None if it does not exist; create nothing."""
         path, chosen_by = ScratchRoot.locate(root)
         for candidate in [path] if chosen_by != "default" else [path, _temporary_root()]:
-            place = _part_to_use(_followed(candidate))
+            place = _choose_directory(_follow_links(candidate))
             if place.is_dir() and not _is_shared(place):
                 return place
         return None
 
     @staticmethod
     def locate(root: str | os.PathLike[str] | None = None) -> tuple[Path, str]:
-        """Return where the root is asked to be, and by what: "argument", "environment" or "default"."""
+        """Return the requested root, and where it comes from: "argument", "environment" or "default"."""
         if root is not None:
-            return _absolute(root), "argument"
+            return _to_absolute(root), "argument"
         if from_environment := os.environ.get(ENVIRONMENT_VARIABLE):
-            return _absolute(from_environment), "environment"
+            return _to_absolute(from_environment), "environment"
         return _cache_root(), "default"
 
 
 def open_root(path: Path) -> int:
-    """Open a root that was resolved, and check once more that it is this user's alone."""
+    """Open a resolved root, and check again that it belongs to this user alone."""
     try:
         fd = open_directory(path)
     except OSError as error:
@@ -83,7 +83,7 @@ def open_root(path: Path) -> int:
     return fd
 
 
-def _absolute(path: str | os.PathLike[str]) -> Path:
+def _to_absolute(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(os.path.abspath(Path(path).expanduser()))
     except (OSError, RuntimeError) as error:  # the working directory was deleted; there is no home
@@ -96,7 +96,7 @@ def _cache_root() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     home = Path(os.environ.get("HOME", ""))
     base = cache if cache.is_absolute() else home
-    # After sudo, the home is still that of whoever called it; in a container it may be nobody's.
+    # After sudo, the home is still the caller's; in a container it may belong to no user.
     if not base.is_absolute() or not _is_ours(base):
         return _temporary_root()
     if base is home:
@@ -114,23 +114,23 @@ def _is_ours(directory: Path) -> bool:
 
 def _temporary_root() -> Path:
     try:
-        return _own_part(_absolute(tempfile.gettempdir()))
+        return _user_directory(_to_absolute(tempfile.gettempdir()))
     except FileNotFoundError as error:
         raise ScratchError(
             f"there is neither a cache nor a temporary directory to write to; set {ENVIRONMENT_VARIABLE}"
         ) from error
 
 
-def _own_part(directory: Path) -> Path:
-    """Return what this user's own directory is called in one that is shared."""
+def _user_directory(directory: Path) -> Path:
+    """Return the path of this user's directory in a shared one."""
     return directory / f"nvflare-lazy-{os.geteuid()}"
 
 
-def _made(path: Path) -> Path:
-    place = _followed(path)
+def _create_checked(path: Path) -> Path:
+    place = _follow_links(path)
     try:
-        place = _part_to_use(place)
-        _make_missing(place)
+        place = _choose_directory(place)
+        _create_missing(place)
         _check(place)
     except ScratchError:
         raise
@@ -147,25 +147,25 @@ def _is_shared_by(status: os.stat_result) -> bool:
     return status.st_uid != os.geteuid() or bool(status.st_mode & _WRITABLE_BY_OTHERS)
 
 
-def _part_to_use(directory: Path) -> Path:
-    """Return the directory itself if it is, or will be, this user's alone, and else this user's part of it."""
+def _choose_directory(directory: Path) -> Path:
+    """Return the directory itself if it is, or will be, this user's alone, else this user's directory in it."""
     if not directory.is_dir() or not _is_shared(directory):
         return directory
     mode = directory.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise ScratchPermissionError(
             f"anybody may replace what is in {directory} (mode {stat.S_IMODE(mode):04o}): set its sticky bit "
-            f"(chmod +t), or give a directory of your own in it as scratch root, such as {_own_part(directory)}"
+            f"(chmod +t), or give a directory of your own in it as scratch root, such as {_user_directory(directory)}"
         )
-    return _own_part(directory)
+    return _user_directory(directory)
 
 
-def _make_missing(place: Path) -> None:
+def _create_missing(place: Path) -> None:
     if not place.parent.exists():
-        _make_missing(place.parent)
+        _create_missing(place.parent)
     with contextlib.suppress(FileExistsError):
         place.mkdir(0o700)
-        # Whatever the umask was, and without a set-group-ID bit that was inherited.
+        # Whatever the umask was, and without an inherited set-group-ID bit.
         place.chmod(0o700)
 
 
@@ -199,11 +199,11 @@ def _check(place: Path) -> None:
             )
 
 
-def _followed(path: Path) -> Path:
-    """Follow the links in a path, but none that somebody may have planted.
+def _follow_links(path: Path) -> Path:
+    """Follow the links in a path, but none that another user may have planted.
 
-    As the kernel does it (fs.protected_symlinks), and for directories, too: in a sticky directory that everybody may
-    write to, only what root or this user put there is trusted.
+    Like the kernel's fs.protected_symlinks, and also for directories: in a sticky, world-writable directory, only
+    entries of root and of this user are trusted.
     """
     trusted = {0, os.geteuid()}
     place = Path("/")
@@ -221,8 +221,8 @@ def _followed(path: Path) -> Path:
             return place.joinpath(*reversed(rest))
         except OSError as error:
             raise to_scratch_error(error, "use the scratch root", path) from error
-        everybodys = above.st_mode & stat.S_ISVTX and above.st_mode & stat.S_IWOTH
-        if everybodys and status.st_uid not in trusted:
+        is_public = above.st_mode & stat.S_ISVTX and above.st_mode & stat.S_IWOTH
+        if is_public and status.st_uid not in trusted:
             raise ScratchPermissionError(
                 f"{place}, which the scratch root {path} goes through, was put there by user {status.st_uid}; "
                 "remove it, or choose another root"

@@ -52,3 +52,42 @@ def test_reset_releases(root):
     current_job_scratch().download()
     reset_job_scratch()
     assert names(root) == []
+
+
+FORKING = """
+import os, signal, sys, threading
+from nvflare_lazy.scratch import JobScratch, current_job_scratch, reset_job_scratch
+
+really_open, opening, forked = JobScratch.open, threading.Event(), threading.Event()
+
+def open_slowly(*arguments, **options):
+    opening.set()
+    forked.wait()
+    return really_open(*arguments, **options)
+
+JobScratch.open = open_slowly
+found = []
+thread = threading.Thread(target=lambda: found.append(current_job_scratch()))
+thread.start()
+opening.wait()
+if os.fork() == 0:
+    signal.alarm(60)
+    JobScratch.open = really_open
+    job = current_job_scratch()
+    print(job is current_job_scratch(), job.job == f"process {os.getpid()}", flush=True)
+    reset_job_scratch()
+    os._exit(0)
+os.wait()
+forked.set()
+thread.join()
+print(found[0] is current_job_scratch(), found[0].released, flush=True)
+"""
+
+
+def test_forked_child_starts_over(start_child, root):
+    """A child opens its own, also if another thread of its parent was about to open one, and held the lock."""
+    child = start_child(FORKING)
+    assert child.says() == "True True"
+    assert child.says() == "True False"
+    assert child.ends() == 0
+    assert names(root) == []

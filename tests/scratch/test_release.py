@@ -38,7 +38,7 @@ def write_until_released(download, started):
 @pytest.mark.parametrize("what", ["download", "job"])
 def test_release_races_eight_writers(root, what, no_gc):
     """The instant release returns nothing is left, and every writer ends with the one error that says why."""
-    rounds = {"download": 200, "job": 50}[what]
+    rounds = {"download": 60, "job": 20}[what]
     open_before = len(os.listdir("/proc/self/fd"))
     with ThreadPoolExecutor(8) as pool, JobScratch.open(root, job="job", min_free=0) as outer:
         for _ in range(rounds):
@@ -62,9 +62,9 @@ def test_everybody_who_releases_finds_it_gone(job, monkeypatch):
     """Two threads that release at once both come back only when the directory is gone."""
     remove = download_module.remove_tree
 
-    def slowly(*arguments, **to_scratch_error):
+    def slowly(*arguments, **options):
         time.sleep(0.1)
-        return remove(*arguments, **to_scratch_error)
+        return remove(*arguments, **options)
 
     monkeypatch.setattr(download_module, "remove_tree", slowly)
     download = job.download()
@@ -146,9 +146,9 @@ def test_release_while_a_file_is_created(job, monkeypatch):
     download = job.download()
     create = os.open
 
-    def create_and_be_interrupted(*arguments, **to_scratch_error):
+    def create_and_be_interrupted(*arguments, **options):
         monkeypatch.setattr(os, "open", create)
-        fd = create(*arguments, **to_scratch_error)
+        fd = create(*arguments, **options)
         download.release()
         return fd
 
@@ -190,7 +190,7 @@ def test_collection_in_the_middle_of_everything(root):
     thresholds = gc.get_threshold()
 
     def make_garbage(_):
-        for _ in range(100):
+        for _ in range(40):
             download = job.download(reserve=10)
             download.new_file().pwrite(bytes(100), 0)
             circle = [download]
@@ -212,7 +212,7 @@ def test_collection_in_the_middle_of_everything(root):
 def test_what_cannot_be_removed_stays_on_the_account(job, monkeypatch, caplog):
     """Bytes that are still on the disk are not given out again; the end of the job tries once more."""
 
-    def refuse(*arguments, **to_scratch_error):
+    def refuse(*arguments, **options):
         raise PermissionError(1, "no")
 
     with monkeypatch.context() as patched:

@@ -189,7 +189,7 @@ def test_links_in_a_circle_are_refused(tmp_path):
 
 
 def test_file_is_no_root(tmp_path):
-    """A file in the place of the root, or of a directory above it, is to_scratch_error."""
+    """A file in the place of the root, or of a directory above it, is named in the error."""
     (file := tmp_path / "file").touch()
     with pytest.raises(ScratchError, match=f"{file} is not a directory"):
         ScratchRoot.resolve(file)
