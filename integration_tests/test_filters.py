@@ -44,7 +44,7 @@ def test_exclude_vars_and_percentile_privacy(run_job: JobRunner, mode: str):
     # The filter divides by the number of steps and multiplies again.
     assert ulps(saved["layer00003"].numpy(), next_global(start(3, job.elements), [1, 2], difference=True)) < 8
     (record,) = records(result, "round")
-    assert record["took_part"] == ["site-1", "site-2"]
+    assert record["aggregated"] == ["site-1", "site-2"]
 
 
 @pytest.mark.slow

@@ -48,10 +48,10 @@ def job(wait: int) -> FLJob:
 
 def check(result: RunResult, scratch: Path, after: list[int]) -> None:
     first, second = records(result, "round")
-    assert first["took_part"] == ["site-1", "site-3"]
-    assert first["left_out"].keys() == {"site-2"}
-    print("left out of round 0: site-2,", first["left_out"]["site-2"])
-    assert second["took_part"] == [f"site-{site}" for site in after]
+    assert first["aggregated"] == ["site-1", "site-3"]
+    assert first["skipped"].keys() == {"site-2"}
+    print("left out of round 0: site-2,", first["skipped"]["site-2"])
+    assert second["aggregated"] == [f"site-{site}" for site in after]
     value = next_global(start(1, result.job.elements), [1, 3]).astype("float32")
     saved = nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors")
     assert ulps(saved["layer00001"].numpy(), next_global(value, after)) <= 1
@@ -70,7 +70,7 @@ def test_one_that_dies_is_done_without(run_job: JobRunner):
     """The job goes on with the others at once; the log has the exit code."""
     result = run_job(job(wait=8), environment={"FAULTS": '{"2": "dies"}'})
     check(result, result.workspace.parent / "scratch", after=[1, 3])
-    assert "rc=9" in records(result, "round")[0]["left_out"]["site-2"]
+    assert "rc=9" in records(result, "round")[0]["skipped"]["site-2"]
 
 
 @in_deployment

@@ -11,9 +11,12 @@ from benchmarks.fl_job import MIB, FLJob
 from integration_tests.conftest import JobRunner, records
 
 WITNESS = Path(__file__).parent / "witnesses" / "witness.py"
-LINE = re.compile(r"round (\d): result of (site-\d) after [\d.]+ s: 1\.0 MiB in 4 tensors, on disk; process memory")
+LINE = re.compile(
+    r"Round (\d): received the result of (site-\d) after [\d.]+ s: 1\.0 MiB in 4 tensors, on disk; memory"
+)
 END = re.compile(
-    r"round (\d) done in [\d.]+ s, aggregated in [\d.]+ s: 2 of 3 clients, 3\.0 MiB received; .*left out: "
+    r"Round (\d) finished in [\d.]+ s \(aggregation [\d.]+ s\): "
+    r"aggregated 2 of 3 results, received 3\.0 MiB; .*skipped: "
 )
 
 
@@ -46,8 +49,8 @@ def test_every_round_is_told_three_times(run_job: JobRunner, tmp_path: Path):
         assert 0 < record["seconds"] < result.seconds
     (record,) = records(result, "round")
     assert record["received_bytes"] == 3 * MIB
-    assert record["took_part"] == ["site-1", "site-3"]
-    assert record["left_out"].keys() == {"site-2"}
+    assert record["aggregated"] == ["site-1", "site-3"]
+    assert record["skipped"].keys() == {"site-2"}
     assert record["scratch_peak_bytes"] >= 3 * MIB
     assert 0 < record["memory_bytes"] <= result.server_peak + MIB
     assert 0 < record["aggregation_seconds"] < record["seconds"] < result.seconds
@@ -58,5 +61,5 @@ def test_every_round_is_told_three_times(run_job: JobRunner, tmp_path: Path):
     assert {note["step"] for note in notes} == {0}
     for name in ("received_bytes", "seconds", "aggregation_seconds", "memory_bytes", "scratch_bytes"):
         assert metrics[name]["value"] == record[name]
-    assert metrics["took_part"]["value"] == 2
-    assert metrics["left_out"]["value"] == 1
+    assert metrics["aggregated"]["value"] == 2
+    assert metrics["skipped"]["value"] == 1

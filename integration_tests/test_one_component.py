@@ -57,10 +57,10 @@ def test_one_bad_client_costs_only_itself_with_others_aggregators(run_job: JobRu
     )
     result = run_job(job, environment={"FAULTS": '{"2": "garbage", "3": "shape"}'})
     first, second = records(result, "round")
-    assert first["took_part"] == ["site-1", "site-4"]
-    assert "layer" in first["left_out"]["site-3"]
-    assert first["left_out"].keys() == {"site-2", "site-3"}
-    assert second["took_part"] == ["site-1", "site-2", "site-3", "site-4"]
+    assert first["aggregated"] == ["site-1", "site-4"]
+    assert "layer" in first["skipped"]["site-3"]
+    assert first["skipped"].keys() == {"site-2", "site-3"}
+    assert second["aggregated"] == ["site-1", "site-2", "site-3", "site-4"]
     saved = torch.load(server_app(result) / "FL_global_model.pt")["model"]
     value = next_global(start(2, job.elements), [1, 4]).astype(np.float32)
     assert ulps(saved["layer00002"].numpy(), next_global(value, [1, 2, 3, 4])) < 8

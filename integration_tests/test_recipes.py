@@ -126,7 +126,7 @@ def test_nvflares_recipes_with_the_component(run, net, stock, arguments):
     app = run(recipe)
     assert accuracy(net, app / "FL_global_model.pt") > 0.9
     records = [json.loads(line) for line in (app.parent / FILE_NAME).read_text().splitlines()]
-    assert [(part["round"], part["took_part"]) for part in records if part["kind"] == "round"] == [
+    assert [(part["round"], part["aggregated"]) for part in records if part["kind"] == "round"] == [
         (number, ["site-1", "site-2"]) for number in range(3)
     ]
     assert all(part["on_disk"] and part["accepted"] for part in records if part["kind"] == "contribution")

@@ -85,7 +85,7 @@ def test_a_killed_server_goes_on_after_its_last_round(run_job: JobRunner, tmp_pa
     done = check(checkpoints)
     assert done is not None
     result = run_job(job_in(checkpoints, rounds=done + 2))
-    assert f"Going on after round {done}: 1 rounds are left" in result.server_log
+    assert f"Resuming after round {done}; 1 rounds remaining." in result.server_log
     assert check(checkpoints) == done + 1
     assert not left_in(checkpoints / ".incoming")
 
@@ -116,7 +116,7 @@ def test_the_checkpoint_is_whole_whenever_the_server_is_killed(run_job: JobRunne
     assert abandoned > 0
     print(f"killed 20 times: {done + 1} rounds complete, scratch left behind {abandoned} times")
     result = run_job(job_in(checkpoints, rounds=done + 2, offload=offload))
-    assert f"Going on after round {done}: 1 rounds are left" in result.server_log
+    assert f"Resuming after round {done}; 1 rounds remaining." in result.server_log
     assert check(checkpoints) == done + 1
     assert not list_scratch(scratch)
     assert not left_in(scratch)
@@ -157,7 +157,7 @@ def test_a_disk_without_room_for_any_result(run_job: JobRunner, tmp_path: Path, 
     job = job_in(checkpoints, rounds=2, offload={"scratch_quota": "8MiB"}, aggregator=aggregator)
     result = run_job(job, may_fail=on_too_few == "fail")
     for site in (1, 2):
-        assert re.search(f"result of site-{site} .*left out: .*quota of 8.0 MiB", result.server_log)
+        assert re.search(f"result of site-{site} .*not used: .*quota of 8.0 MiB", result.server_log)
     assert "round 1 has no usable results" in result.server_log
     finished = "Finished FedAvg" in result.server_log
     assert finished == ("the global model stays as it is" in result.server_log) == (on_too_few == "skip")
@@ -181,8 +181,8 @@ def test_a_disk_that_the_kernel_calls_full(run_job, tmp_path, small_disk):
     )
     result = run_job(job)
     (record,) = records(result, "round")
-    assert len(record["took_part"]) == 1
-    (reason,) = record["left_out"].values()
+    assert len(record["aggregated"]) == 1
+    (reason,) = record["skipped"].values()
     print("left out:", reason)
     assert "make room" in reason
     assert not left_in(small_disk)

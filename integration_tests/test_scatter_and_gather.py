@@ -53,10 +53,10 @@ def test_all_results_count_but_the_bad_ones(run_job: JobRunner, mode: str):
     job = ScatterAndGatherJob(mode=mode, clients=4, model_mib=1, tensors=4, rounds=2, trainer=FAULTY)
     result = run_job(job, environment={"FAULTS": '{"2": "garbage", "3": "shape"}'})
     first, second = records(result, "round")
-    assert first["took_part"] == ["site-1", "site-4"]
-    assert first["left_out"].keys() == {"site-2", "site-3"}
-    assert "shape" in first["left_out"]["site-3"]
-    assert second["took_part"] == ["site-1", "site-2", "site-3", "site-4"]
+    assert first["aggregated"] == ["site-1", "site-4"]
+    assert first["skipped"].keys() == {"site-2", "site-3"}
+    assert "shape" in first["skipped"]["site-3"]
+    assert second["aggregated"] == ["site-1", "site-2", "site-3", "site-4"]
     assert len(records(result, "contribution")) == 8
     value = next_global(start(2, job.elements), [1, 4]).astype("float32")
     # Stock aggregation works in float32.

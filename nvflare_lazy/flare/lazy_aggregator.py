@@ -100,7 +100,7 @@ class LazyAggregator(ModelAggregator):
         self._aggregation("FULL")
         self._step = ModelUpdate(server_optimizer)
         self._round = RoundResults(aggregation_weights or {})
-        self._told = False
+        self._logged_once = False
         register()
 
     # ---- NVFlare's side ------------------------------------------------------------------------------------------
@@ -119,10 +119,10 @@ class LazyAggregator(ModelAggregator):
         """
         self.fl_ctx = fl_ctx
         client = str(shareable.get_peer_prop(ReservedKey.IDENTITY_NAME, AppConstants.CLIENT_UNKNOWN))
-        asked_in = shareable.get_cookie(AppConstants.CONTRIBUTION_ROUND)
-        if asked_in is not None and asked_in != self._round_number():
+        task_round = shareable.get_cookie(AppConstants.CONTRIBUTION_ROUND)
+        if task_round is not None and task_round != self._round_number():
             # Not a reason to leave out the one that may still come.
-            self.warning(f"round {self._round_number()}: a result of {client} for round {asked_in} comes too late")
+            self.warning(f"Round {self._round_number()}: ignored a late result of {client} for round {task_round}")
             return False
         model = FLModelUtils.from_shareable(shareable, fl_ctx)
         model.meta = {**(model.meta or {}), CLIENT_NAME: client}
@@ -141,7 +141,7 @@ class LazyAggregator(ModelAggregator):
         try:
             self._round.take(model, self._global_weights())
         except ResultMismatchError as error:
-            self._leave_out(client_of(model), str(error))
+            self._skip(client_of(model), str(error))
             raise
 
     def aggregate_model(self) -> FLModel:
@@ -152,13 +152,13 @@ class LazyAggregator(ModelAggregator):
         except TooFewResultsError as error:
             if self.on_too_few == "fail":
                 raise
-            self.warning(f"{error}; the global model stays as it is")
+            self.warning(f"{error}; the global model is unchanged")
             return self._unchanged()
         finally:
             self._round.clear()
         log = job_context.round_log_of(self.fl_ctx)
         if log is not None:
-            log.aggregated(time.monotonic() - started, list(report.contributors))
+            log.on_aggregated(time.monotonic() - started, list(report.contributors))
         return weights
 
     def reset_stats(self) -> None:
@@ -184,23 +184,23 @@ class LazyAggregator(ModelAggregator):
             raise TooFewResultsError(f"round {self._round_number()} has no usable results: {error}") from error
         outgoing.written(place)
         for client, reason in result.report.left_out.items():
-            self._leave_out(client, str(reason))
-        took_part = list(result.report.contributors)
-        if len(took_part) < self.min_results:
-            found = f"round {self._round_number()} has {len(took_part)} usable results"
+            self._skip(client, str(reason))
+        aggregated = list(result.report.contributors)
+        if len(aggregated) < self.min_results:
+            found = f"round {self._round_number()} has {len(aggregated)} usable results"
             raise TooFewResultsError(f"{found}, and min_results is {self.min_results}")
         tensors = result.tensors
         if kind == "DIFF" or self._step.optimizes:
             tensors = self._step.take(
                 base or {}, tensors, kind, outgoing, self._round_number(), memory_budget=self.budget
             )
-        metrics = results.mean_metrics(took_part, self._warn_metric)
-        self._tell_stats(params, took_part, result.report)
+        metrics = results.mean_metrics(aggregated, self._warn_metric)
+        self._publish_stats(params, aggregated, result.report)
         return result.report, FLModel(
             params=self._named(tensors, base, numpy=numpy),
             params_type=ParamsType.FULL,
             metrics=metrics,
-            meta={AppConstants.METRICS_AGGREGATION_INFO: self._metrics_info(took_part)},
+            meta={AppConstants.METRICS_AGGREGATION_INFO: self._metrics_info(aggregated)},
         )
 
     def _aggregation(self, kind: ParamsKind) -> Aggregation:
@@ -240,23 +240,26 @@ class LazyAggregator(ModelAggregator):
     def _expected_bytes(self, params: Mapping[str, Mapping[str, Any]]) -> int:
         return max((sum(int(value.nbytes) for value in tensors.values()) for tensors in params.values()), default=0)
 
-    def _leave_out(self, client: str, reason: str) -> None:
-        self.warning(f"round {self._round_number()}: {client} is left out: {reason}")
+    def _skip(self, client: str, reason: str) -> None:
+        self.warning(f"Round {self._round_number()}: skipped the result of {client}: {reason}")
         log = job_context.round_log_of(self.fl_ctx)
         if log is not None:
-            log.left_out(client, reason)
+            log.on_skip(client, reason)
 
     def _warn_if_in_memory(self, params: Mapping[str, Mapping[str, Any]]) -> None:
-        """Say it once to whoever has forgotten the component, and would wonder where the memory goes."""
-        if self._told or job_context.offload_of(self.fl_ctx) is not None:
+        """Log once that results take memory because the job has no `TensorOffload`."""
+        if self._logged_once or job_context.offload_of(self.fl_ctx) is not None:
             return
         values = [value for tensors in params.values() for value in tensors.values()]
         if values and not any(map(is_lazy, values)):
-            self._told = True
-            self.warning("results are received into memory: add the component nvflare_lazy.flare.TensorOffload")
+            self._logged_once = True
+            self.warning(
+                "Results are kept in memory: no TensorOffload is configured. "
+                "Add nvflare_lazy.flare.TensorOffload to the server's components."
+            )
 
     def _warn_metric(self, name: str, kind: str) -> None:
-        self.warning(f"metric {name!r} is a {kind}: it is not averaged")
+        self.warning(f"Metric {name!r} is a {kind}, so it is not averaged.")
 
     def _cancelled(self) -> bool:
         signal = self.fl_ctx.get_run_abort_signal() if self.fl_ctx else None
@@ -266,30 +269,30 @@ class LazyAggregator(ModelAggregator):
         number: int | None = self.fl_ctx.get_prop(AppConstants.CURRENT_ROUND) if self.fl_ctx else None
         return number
 
-    def _metrics_info(self, took_part: list[str]) -> dict[str, Any]:
+    def _metrics_info(self, aggregated: list[str]) -> dict[str, Any]:
         weights = self._round.weights
         key = "effective_fedavg_metric_weight"
         info: dict[str, Any] = make_fedavg_metrics_aggregation_info(
             weight_key=key,
             weight_formula="aggregation_weight * NUM_STEPS_CURRENT_ROUND",
-            site_weights=[{"name": name, "weight": weights[name], "weight_key": key} for name in took_part],
+            site_weights=[{"name": name, "weight": weights[name], "weight_key": key} for name in aggregated],
         )
         return info
 
-    def _tell_stats(
-        self, params: Mapping[str, Mapping[str, Any]], took_part: list[str], report: AggregationReport
+    def _publish_stats(
+        self, params: Mapping[str, Mapping[str, Any]], aggregated: list[str], report: AggregationReport
     ) -> None:
         """Leave the statistics where NVFlare's own aggregation leaves them."""
         if self.fl_ctx is None:
             return
         excluded = re.compile(self.exclude_vars) if self.exclude_vars else None
-        seen = {name for client in took_part for name in params[client]}
+        seen = {name for client in aggregated for name in params[client]}
         skipped = {name for name in seen if excluded is not None and excluded.search(name)}
         partial = len(report.partial)
         stats = {
             AggregationStatsKey.ROUND: self._round_number(),
-            AggregationStatsKey.ACCEPTED_CONTRIBUTIONS: len(took_part),
-            AggregationStatsKey.CONTRIBUTORS: sorted(took_part),
+            AggregationStatsKey.ACCEPTED_CONTRIBUTIONS: len(aggregated),
+            AggregationStatsKey.CONTRIBUTORS: sorted(aggregated),
             AggregationStatsKey.KEYS_AGGREGATED: report.tensors,
             AggregationStatsKey.KEYS_SEEN: len(seen),
             AggregationStatsKey.FULLY_MATCHED_KEYS: report.tensors - partial,

@@ -60,8 +60,8 @@ class LazyFedAvg(FedAvg):
                 exclude_vars=exclude_vars, aggregation_weights=aggregation_weights
             )
         elif exclude_vars or aggregation_weights:
-            lost = "exclude_vars" if exclude_vars else "aggregation_weights"
-            raise ValueError(f"{lost} of a controller with an aggregator does nothing: give it to the aggregator")
+            name = "exclude_vars" if exclude_vars else "aggregation_weights"
+            raise ValueError(f"{name} cannot be combined with aggregator; pass it to the aggregator instead")
         super().__init__(
             *args,
             aggregator=aggregator,
@@ -72,7 +72,9 @@ class LazyFedAvg(FedAvg):
             **kwargs,
         )
         if min_responses is not None and not 1 <= min_responses <= self.num_clients:
-            raise ValueError(f"min_responses={min_responses} of num_clients={self.num_clients} clients")
+            raise ValueError(
+                f"min_responses must be between 1 and num_clients ({self.num_clients}), got {min_responses}"
+            )
         self.min_responses = min_responses
         self.wait_time_after_min_received = wait_time_after_min_received
         self.task_timeout = task_timeout
@@ -105,6 +107,6 @@ class LazyFedAvg(FedAvg):
             end = self.start_round + self.num_rounds
             self.start_round = max(self.start_round, last.round + 1)
             self.num_rounds = max(0, end - self.start_round)
-            self.info(f"Going on after round {last.round}: {self.num_rounds} rounds are left.")
+            self.info(f"Resuming after round {last.round}; {self.num_rounds} rounds remaining.")
             self.fl_ctx.set_prop(AppConstants.START_ROUND, self.start_round, private=True, sticky=True)
         return model

@@ -108,10 +108,10 @@ class LazyScaffold(Scaffold):
                     raise ResultMismatchError(f"the control variates of {client} do not fit the model: {wrong}")
                 self._aggregator.accept_model(result)
             except ResultMismatchError as error:
-                self.warning(f"{client} is left out: {error}")
+                self.warning(f"Round {self.current_round}: skipped the result of {client}: {error}")
                 log = job_context.round_log_of(self.fl_ctx)
                 if log is not None:
-                    log.left_out(client, str(error))
+                    log.on_skip(client, str(error))
                 results.remove(result)
             else:
                 changes[client] = (change, steps_of(result))

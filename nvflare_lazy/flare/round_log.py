@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened in each round, in one line for people and as records for programs.
+"""`RoundLog`: log lines, JSON records and metrics of each round.
 
-Whoever sees something, the offload component on NVFlare's events and the aggregator in its own work, tells it here. It
-becomes an INFO line, a line of JSON in the job's run directory, and a metric for whatever receives NVFlare's analytics.
+`TensorOffload` reports NVFlare's events, and `LazyAggregator` reports aggregations. Each round becomes an INFO line, a
+line of JSON in the job's run directory, and metrics for NVFlare's analytics receivers.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ FILE_NAME = "nvflare_lazy.jsonl"
 
 @dataclass
 class ContributionRecord:
-    """One client's result.
+    """The result of one client.
 
     Attributes:
-        client: Who sent it.
-        round: The round it is for.
-        nbytes: Bytes of its tensors.
-        tensors: How many there are.
-        on_disk: Whether they are on disk rather than in memory.
-        seconds: From the task going out to the result being there, or None if that was not seen.
-        accepted: Whether it took part; None until that is known.
-        reason: Why not.
+        client: The client.
+        round: The round of the result.
+        nbytes: Size of its tensors in bytes.
+        tensors: Number of tensors.
+        on_disk: Whether the tensors are on disk rather than in memory.
+        seconds: Time from sending the task to receiving the result, or None if it is unknown.
+        accepted: Whether the result was accepted; None until the verdict.
+        reason: Why the result was rejected.
     """
 
     client: str
@@ -48,25 +48,25 @@ class ContributionRecord:
 
 @dataclass
 class RoundRecord:
-    """One round as a whole.
+    """One round.
 
     Attributes:
         round: Its number.
-        asked: Clients that got the task.
-        took_part: Clients whose results were combined.
-        left_out: The others, each with the reason.
-        received_bytes: Bytes of all results.
-        seconds: How long the round took.
-        aggregation_seconds: How long combining took, if our aggregator did it.
-        memory_bytes: Anonymous memory of the process at its end.
-        scratch_bytes: Bytes of scratch in use at its end.
-        scratch_peak_bytes: Most bytes of scratch in use so far.
+        tasked: Clients that received the task.
+        aggregated: Clients whose results were aggregated.
+        skipped: The other clients, each with the reason.
+        received_bytes: Size of all results in bytes.
+        seconds: Duration of the round.
+        aggregation_seconds: Duration of the aggregation, if `LazyAggregator` did it.
+        memory_bytes: Anonymous memory of the process at the end of the round.
+        scratch_bytes: Bytes of scratch in use at the end of the round.
+        scratch_peak_bytes: Peak of scratch in use so far.
     """
 
     round: int | None
-    asked: list[str] = field(default_factory=list)
-    took_part: list[str] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)
+    tasked: list[str] = field(default_factory=list)
+    aggregated: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
     received_bytes: int = 0
     seconds: float = 0.0
     aggregation_seconds: float | None = None
@@ -75,37 +75,37 @@ class RoundRecord:
     scratch_peak_bytes: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers among it."""
+        """Return the numbers of the record."""
         numbers = {
             "received_bytes": self.received_bytes,
             "seconds": self.seconds,
             "aggregation_seconds": self.aggregation_seconds,
             "memory_bytes": self.memory_bytes,
             "scratch_bytes": self.scratch_bytes,
-            "took_part": len(self.took_part),
-            "left_out": len(self.left_out),
+            "aggregated": len(self.aggregated),
+            "skipped": len(self.skipped),
         }
         return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
 class RoundLog:
-    """Collects what happens in a round and writes it down at its end.
+    """Collects the events of a round and logs them.
 
     Args:
-        path: The file of records; None to keep none.
-        say: Where lines for people go.
-        measure: Called with the record of a round when it ends, to send its metrics on.
+        path: The file of records, or None for no records.
+        log: Called with each log line.
+        on_round_end: Called with the record of each round, to send its metrics.
     """
 
     def __init__(
         self,
         path: Path | None,
-        say: Callable[[str], None],
-        measure: Callable[[RoundRecord], None] | None = None,
+        log: Callable[[str], None],
+        on_round_end: Callable[[RoundRecord], None] | None = None,
     ) -> None:
         self._path = path
-        self._say = say
-        self._measure = measure
+        self._log = log
+        self._on_round_end = on_round_end
         self._lock = threading.RLock()
         self._record: RoundRecord | None = None
         self._started = 0.0
@@ -115,12 +115,12 @@ class RoundLog:
         self._reasons: dict[str, str] = {}
 
     def start_round(self, number: int | None, *, announced: bool = True) -> None:
-        """Begin a round.
+        """Start a round.
 
         Args:
             number: Its number.
-            announced: Whether the controller says so. One that does not may have no rounds of contributions, so then
-                nothing is written down of a round without any.
+            announced: Whether the controller announces rounds. Rounds of other controllers are only logged if they have
+                results.
         """
         with self._lock:
             self._record, self._started, self._announced = RoundRecord(number), time.monotonic(), announced
@@ -128,15 +128,15 @@ class RoundLog:
             self._results.clear()
             self._reasons.clear()
 
-    def sent(self, client: str) -> None:
-        """A client got the round's task."""
+    def on_task_sent(self, client: str) -> None:
+        """Record that a client received the task of the round."""
         with self._lock:
             self._sent[client] = time.monotonic()
-            if self._record is not None and client not in self._record.asked:
-                self._record.asked.append(client)
+            if self._record is not None and client not in self._record.tasked:
+                self._record.tasked.append(client)
 
-    def received(self, client: str, nbytes: int, tensors: int, *, on_disk: bool) -> None:
-        """A client's result is here."""
+    def on_result(self, client: str, nbytes: int, tensors: int, *, on_disk: bool) -> None:
+        """Record that the result of a client was received."""
         with self._lock:
             sent = self._sent.get(client)
             self._results[client] = ContributionRecord(
@@ -148,13 +148,13 @@ class RoundLog:
                 seconds=None if sent is None else round(time.monotonic() - sent, 3),
             )
 
-    def left_out(self, client: str, reason: str) -> None:
-        """A client's result does not take part, and why; the first reason counts."""
+    def on_skip(self, client: str, reason: str) -> None:
+        """Record why the result of a client is not used; the first reason counts."""
         with self._lock:
             self._reasons.setdefault(client, reason)
 
-    def settled(self, client: str, *, accepted: bool) -> None:
-        """It is decided whether a client's result is taken into the round."""
+    def on_verdict(self, client: str, *, accepted: bool) -> None:
+        """Record and log whether the result of a client was accepted."""
         with self._lock:
             record = self._results.get(client) or ContributionRecord(
                 client, self._record.round if self._record else None, 0, 0, False, None
@@ -162,44 +162,44 @@ class RoundLog:
             self._results[client] = record
             record.accepted = accepted
             if not accepted:
-                record.reason = self._reasons.setdefault(client, "the controller or its aggregator did not accept it")
+                record.reason = self._reasons.setdefault(client, "rejected by the controller or aggregator")
             self._write("contribution", asdict(record))
         where = "on disk" if record.on_disk else "in memory"
         after = "" if record.seconds is None else f" after {record.seconds:.1f} s"
-        verdict = "" if accepted else f"; left out: {record.reason}"
-        self._say(
-            f"round {record.round}: result of {client}{after}: {format_size(record.nbytes)} in {record.tensors} "
-            f"tensors, {where}; process memory {format_size(anonymous_bytes())}{verdict}"
+        verdict = "" if accepted else f"; not used: {record.reason}"
+        self._log(
+            f"Round {record.round}: received the result of {client}{after}: {format_size(record.nbytes)} in "
+            f"{record.tensors} tensors, {where}; memory {format_size(anonymous_bytes())}{verdict}"
         )
 
-    def aggregated(self, seconds: float, took_part: list[str]) -> None:
-        """Results were combined."""
+    def on_aggregated(self, seconds: float, clients: list[str]) -> None:
+        """Record an aggregation."""
         with self._lock:
             if self._record is not None:
                 self._record.aggregation_seconds = round(seconds, 3)
-                self._record.took_part = list(took_part)
+                self._record.aggregated = list(clients)
 
     def end_round(self, *, scratch_bytes: int = 0, scratch_peak_bytes: int = 0) -> RoundRecord | None:
-        """End the round, if there is one, and write down what it came to."""
+        """End the round, if there is one, and log its record."""
         with self._lock:
             record, self._record = self._record, None
-            settled = any(result.accepted is not None for result in self._results.values())
-            if record is None or not (settled or self._announced):
+            has_verdicts = any(result.accepted is not None for result in self._results.values())
+            if record is None or not (has_verdicts or self._announced):
                 return None
             accepted = [client for client, result in self._results.items() if result.accepted]
-            record.took_part = sorted(set(record.took_part or accepted) - self._reasons.keys())
-            record.left_out = dict(sorted(self._reasons.items()))
-            for client in record.asked:
+            record.aggregated = sorted(set(record.aggregated or accepted) - self._reasons.keys())
+            record.skipped = dict(sorted(self._reasons.items()))
+            for client in record.tasked:
                 if client not in self._results:
-                    record.left_out.setdefault(client, "no result came")
+                    record.skipped.setdefault(client, "no result received")
             record.received_bytes = sum(result.nbytes for result in self._results.values())
             record.seconds = round(time.monotonic() - self._started, 3)
             record.memory_bytes = anonymous_bytes()
             record.scratch_bytes, record.scratch_peak_bytes = scratch_bytes, scratch_peak_bytes
             self._write("round", asdict(record))
-        self._say(_line(record))
-        if self._measure is not None:
-            self._measure(record)
+        self._log(_line(record))
+        if self._on_round_end is not None:
+            self._on_round_end(record)
         return record
 
     def _write(self, kind: str, content: dict[str, Any]) -> None:
@@ -210,16 +210,16 @@ class RoundLog:
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(line + "\n")
         except OSError as error:
-            self._say(f"cannot write {self._path} ({error}); going on without records")
+            self._log(f"Cannot write {self._path}: {error}. Round records are disabled for this job.")
             self._path = None
 
 
 def _line(record: RoundRecord) -> str:
-    combined = "" if record.aggregation_seconds is None else f", aggregated in {record.aggregation_seconds:.1f} s"
-    who = "; ".join(f"{client} ({reason})" for client, reason in record.left_out.items()) or "nobody"
+    aggregation = "" if record.aggregation_seconds is None else f" (aggregation {record.aggregation_seconds:.1f} s)"
+    skipped = "; ".join(f"{client} ({reason})" for client, reason in record.skipped.items()) or "none"
     return (
-        f"round {record.round} done in {record.seconds:.1f} s{combined}: {len(record.took_part)} of "
-        f"{max(len(record.asked), len(record.took_part))} clients, {format_size(record.received_bytes)} received; "
-        f"process memory {format_size(record.memory_bytes)}, scratch {format_size(record.scratch_bytes)} "
-        f"(at most {format_size(record.scratch_peak_bytes)}); left out: {who}"
+        f"Round {record.round} finished in {record.seconds:.1f} s{aggregation}: aggregated {len(record.aggregated)} of "
+        f"{max(len(record.tasked), len(record.aggregated))} results, received {format_size(record.received_bytes)}; "
+        f"memory {format_size(record.memory_bytes)}, scratch {format_size(record.scratch_bytes)} "
+        f"(peak {format_size(record.scratch_peak_bytes)}); skipped: {skipped}"
     )

@@ -123,7 +123,7 @@ class TensorOffload(FLComponent):
                 self.scratch_dir, job=job_id, quota=self.scratch_quota, min_free=self.min_free
             )
         except ScratchError as error:
-            self.system_panic(f"no scratch for tensors: {error}", fl_ctx)
+            self.system_panic(f"cannot create scratch for tensors: {error}", fl_ctx)
             return
         mode = offload.ReceiveMode(on_disk=True, inflight_bytes=self._inflight_bytes)
         self._before = swap_job_scratch(self._scratch), offload.runtime.use(mode)
@@ -134,8 +134,8 @@ class TensorOffload(FLComponent):
         job_context.set_round_log(fl_ctx, self._log)
         self.log_info(
             fl_ctx,
-            f"tensors are received on disk, in {self._scratch.path} ({format_size(self._scratch.free())} to use), with "
-            f"{format_size(self._inflight_bytes)} under way at most; handlers: {found}",
+            f"Receiving tensors to {self._scratch.path} ({format_size(self._scratch.free())} free, at most "
+            f"{format_size(self._inflight_bytes)} in flight). Handlers: {found}",
             fire_event=False,
         )
 
@@ -161,7 +161,7 @@ class TensorOffload(FLComponent):
         if number is not None and number != self._round:
             # NVFlare's SCAFFOLD, for one, does not say that a round starts.
             self._start_round(number, announced=False)
-        self._log.sent(client)
+        self._log.on_task_sent(client)
 
     def _note_received(self, fl_ctx: FLContext) -> None:
         client, result = _peer(fl_ctx), _result_of(fl_ctx)
@@ -171,7 +171,7 @@ class TensorOffload(FLComponent):
         parts = (part for part in (result.data, *result.meta.values()) if isinstance(part, dict))
         values = [value for part in parts for value in part.values() if is_weight(value)]
         on_disk = any(map(is_lazy, values))
-        self._log.received(client, sum(value.nbytes for value in values), len(values), on_disk=on_disk)
+        self._log.on_result(client, sum(value.nbytes for value in values), len(values), on_disk=on_disk)
 
     def _check(self, fl_ctx: FLContext) -> None:
         """Find out before an aggregator does, half way through, that a result cannot be used."""
@@ -193,9 +193,9 @@ class TensorOffload(FLComponent):
         if fl_ctx.get_prop(FLContextKey.TASK_NAME) == AppConstants.TASK_SUBMIT_MODEL:
             # Cross-site evaluation would have all clients evaluate the empty model.
             fl_ctx.get_prop(FLContextKey.TASK_RESULT).set_return_code(ReturnCode.EXECUTION_RESULT_ERROR)
-        self.log_warning(fl_ctx, f"the result of {client} cannot be used: {failure}", fire_event=False)
+        self.log_warning(fl_ctx, f"Rejected the result of {client}: {failure}", fire_event=False)
         if self._log is not None:
-            self._log.left_out(client, str(failure))
+            self._log.on_skip(client, str(failure))
 
     def _note_settled(self, fl_ctx: FLContext) -> None:
         client = _peer(fl_ctx)
@@ -204,8 +204,8 @@ class TensorOffload(FLComponent):
         result = fl_ctx.get_peer_context().get_prop(FLContextKey.SHAREABLE)
         code = result.get_return_code() if isinstance(result, Shareable) else None
         if code not in (None, ReturnCode.OK):
-            self._log.left_out(client, f"its task ended with {code}")
-        self._log.settled(client, accepted=bool(fl_ctx.get_prop(AppConstants.AGGREGATION_ACCEPTED)))
+            self._log.on_skip(client, f"its task ended with {code}")
+        self._log.on_verdict(client, accepted=bool(fl_ctx.get_prop(AppConstants.AGGREGATION_ACCEPTED)))
 
     # ---- one round -----------------------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class TensorOffload(FLComponent):
             if self._memory is not None:
                 self._memory.note_rest()
             if not registered().complete:
-                self.logger.warning("other handlers took the place of ours: %s; taking it back", registered())
+                self.logger.warning("Tensor handlers were replaced by %s; restoring nvflare-lazy's.", registered())
                 register()
 
     def _say(self, line: str) -> None:

@@ -18,31 +18,31 @@ def test_a_round_in_which_everything_happens(tmp_path):
     log = RoundLog(tmp_path / "log.jsonl", said.append, measured.append)
     log.start_round(4)
     for client in ("a", "b", "c", "d"):
-        log.sent(client)
+        log.on_task_sent(client)
     for client in ("a", "b", "c"):
-        log.received(client, 1 << 20, 2, on_disk=True)
-    log.left_out("b", "of another shape")
-    log.left_out("b", "a later reason")
-    log.settled("a", accepted=True)
-    log.settled("b", accepted=False)
-    log.settled("c", accepted=True)
-    log.left_out("c", "NaN in it")
-    log.aggregated(0.5, ["a"])
+        log.on_result(client, 1 << 20, 2, on_disk=True)
+    log.on_skip("b", "of another shape")
+    log.on_skip("b", "a later reason")
+    log.on_verdict("a", accepted=True)
+    log.on_verdict("b", accepted=False)
+    log.on_verdict("c", accepted=True)
+    log.on_skip("c", "NaN in it")
+    log.on_aggregated(0.5, ["a"])
     record = log.end_round(scratch_bytes=1, scratch_peak_bytes=3 << 20)
-    assert record.took_part == ["a"]
-    assert record.left_out == {"b": "of another shape", "c": "NaN in it", "d": "no result came"}
+    assert record.aggregated == ["a"]
+    assert record.skipped == {"b": "of another shape", "c": "NaN in it", "d": "no result received"}
     assert (record.received_bytes, record.scratch_peak_bytes) == (3 << 20, 3 << 20)
     written = lines(tmp_path / "log.jsonl")
     assert [line["kind"] for line in written] == ["contribution"] * 3 + ["round"]
     assert [line.get("accepted") for line in written] == [True, False, True, None]
     assert written[1]["reason"] == "of another shape"
     assert len(said) == 4
-    assert said[0].startswith("round 4: result of a after 0.0 s: 1.0 MiB in 2 tensors, on disk; process memory ")
-    assert said[1].endswith("; left out: of another shape")
-    assert "aggregated in 0.5 s: 1 of 4 clients, 3.0 MiB received; " in said[3]
-    assert said[3].endswith("left out: b (of another shape); c (NaN in it); d (no result came)")
+    assert said[0].startswith("Round 4: received the result of a after 0.0 s: 1.0 MiB in 2 tensors, on disk; memory ")
+    assert said[1].endswith("; not used: of another shape")
+    assert "(aggregation 0.5 s): aggregated 1 of 4 results, received 3.0 MiB; " in said[3]
+    assert said[3].endswith("skipped: b (of another shape); c (NaN in it); d (no result received)")
     assert measured == [record]
-    assert {name: measured[0].metrics()[name] for name in ("took_part", "left_out")} == {"took_part": 1, "left_out": 3}
+    assert {name: measured[0].metrics()[name] for name in ("aggregated", "skipped")} == {"aggregated": 1, "skipped": 3}
 
 
 def test_a_round_is_ended_once(tmp_path):
@@ -62,5 +62,5 @@ def test_a_job_goes_on_when_records_cannot_be_written(tmp_path):
     for number in range(2):
         log.start_round(number)
         log.end_round()
-    assert [line for line in said if "going on without records" in line] == said[:1]
+    assert [line for line in said if "Round records are disabled" in line] == said[:1]
     assert len(said) == 3

@@ -99,7 +99,7 @@ def test_without_scratch_there_is_no_job(fl_ctx, engine, tmp_path):
     (tmp_path / "file").write_text("")
     TensorOffload(str(tmp_path / "file")).handle_event(EventType.START_RUN, fl_ctx)
     (reason,) = engine.panics
-    assert "no scratch for tensors" in reason
+    assert "cannot create scratch for tensors" in reason
     assert str(tmp_path / "file") in reason
 
 
@@ -154,7 +154,7 @@ def test_what_came_is_all_that_came(fl_ctx, tmp_path, caplog):
     component.handle_event(EventType.BEFORE_TASK_RESULT_FILTER, fl_ctx)
     component.handle_event(AppEventType.AFTER_CONTRIBUTION_ACCEPT, fl_ctx)
     component.handle_event(EventType.END_RUN, fl_ctx)
-    assert "round 0: result of site-1: 3.0 KiB in 3 tensors, in memory" in caplog.text
+    assert "Round 0: received the result of site-1: 3.0 KiB in 3 tensors, in memory" in caplog.text
 
 
 def test_a_controller_that_announces_no_rounds(fl_ctx, tmp_path, caplog):
@@ -176,11 +176,11 @@ def test_a_controller_that_announces_no_rounds(fl_ctx, tmp_path, caplog):
     # A task that comes after the last round, such as one of an evaluation.
     component.handle_event(EventType.AFTER_TASK_DATA_FILTER, fl_ctx)
     component.handle_event(EventType.END_RUN, fl_ctx)
-    assert re.findall(r"round (\d) done .*: (1 of 1) clients, 1.0 KiB", caplog.text) == [
+    assert re.findall(r"Round (\d) finished .*: aggregated (1 of 1) results, received 1.0 KiB", caplog.text) == [
         ("0", "1 of 1"),
         ("2", "1 of 1"),
     ]
-    assert caplog.text.count("done") == 2
+    assert caplog.text.count("finished") == 2
 
 
 @pytest.mark.parametrize(("task", "code"), [("train", ReturnCode.OK), ("submit_model", "EXECUTION_RESULT_ERROR")])
