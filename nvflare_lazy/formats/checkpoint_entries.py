@@ -8,13 +8,13 @@ tied (same storage, same geometry) become one entry.
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import StorageError, TensorGeometryError, UnsupportedDtypeError, UnsupportedTensorError
-from nvflare_lazy.formats.pickled_tensors import StorageRef, TensorRef, UnsupportedTensor
+from nvflare_lazy.errors import TensorGeometryError, UnsupportedDtypeError, UnsupportedTensorError
+from nvflare_lazy.formats.unpickler import StorageRef, UnsupportedTensor
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.byte_source import FailedSource
 from nvflare_lazy.tensors.converted_sources import ByteSwappedSource, ConjugatedSource
@@ -32,6 +32,18 @@ _MOST_DIMENSIONS = 64
 _MOST_BYTES = (1 << 63) - 1
 
 
+class _View(NamedTuple):
+    """A strided tensor over a storage of the file; its numbers may be nonsense."""
+
+    storage: StorageRef
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    conjugated: bool = False
+    negated: bool = False
+
+
 class EntryMaker:
     """Makes the entries of one file.
 
@@ -41,7 +53,7 @@ class EntryMaker:
 
     def __init__(self, data: LazyDataSource) -> None:
         self._data = data
-        self._entries: dict[TensorRecord, TensorEntry] = {}
+        self._entries: dict[_View, TensorEntry] = {}
         self._sources: dict[tuple[StorageRef, int, tuple[bool, ...]], ByteSource] = {}
 
     def entry(self, name: str, record: TensorRecord) -> TensorEntry:
@@ -49,30 +61,43 @@ class EntryMaker:
 
         Args:
             name: What the tensor is called, for messages.
-            record: Where it lies.
+            record: The tensor or storage as it was unpickled.
         """
         if isinstance(record, UnsupportedTensor):
             # Each of them says its own name when it is used.
             return self._failed(name, record.kind, record.dtype, record.shape)
-        made = self._entries.get(record)
+        storage = self._data.storages.ref(record)
+        if storage is None:
+            kind = "a tensor of the meta device, which has no data"
+            return self._failed(name, kind, record.dtype, tuple(record.size()))
+        if isinstance(record, torch.Tensor):
+            view = _View(
+                storage,
+                record.dtype,
+                tuple(record.shape),
+                record.stride(),
+                int(record.storage_offset()),
+                record.is_conj(),
+                record.is_neg(),
+            )
+        else:
+            view = _View(storage, storage.dtype, (storage.nbytes // storage.dtype.itemsize,), (1,), 0)
+        made = self._entries.get(view)
         if made is None:
-            made = self._entries[record] = self._make(name, record)
+            made = self._entries[view] = self._make(name, view)
         return made
 
-    def _make(self, name: str, record: TensorRef | StorageRef) -> TensorEntry:
-        if isinstance(record, StorageRef):
-            numel = record.nbytes // record.dtype.itemsize
-            record = TensorRef(record, record.dtype, (numel,), (1,), 0)
+    def _make(self, name: str, record: _View) -> TensorEntry:
         self._check(name, record)
         try:
             element_type = dtypes.by_torch(record.dtype)
         except UnsupportedDtypeError:
-            return self._failed(name, f"a tensor of {record.dtype}", torch.uint8, record.shape)
+            return self._failed(name, f"a tensor of {record.dtype}", record.dtype, record.shape)
         number = record.dtype.itemsize // 2 if record.dtype.is_complex else record.dtype.itemsize
         flipped = _flipped(record)
         if any(flipped) and not (record.dtype.is_complex or record.dtype.is_floating_point):
             return self._failed(name, f"a negated view of {record.dtype}", record.dtype, record.shape)
-        source = self._source(name, record.storage, number, flipped)
+        source = self._source(record.storage, number, flipped)
         if is_contiguous(record.shape, record.strides):
             offset = record.offset if 0 not in record.shape else 0
             return TensorEntry(source, element_type, record.shape, None, offset)
@@ -80,24 +105,24 @@ class EntryMaker:
 
     def _failed(self, name: str, kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorEntry:
         self._check_shape(name, shape, dtype)
+        try:
+            element_type = dtypes.by_torch(dtype)
+        except UnsupportedDtypeError:
+            element_type = dtypes.by_torch(torch.uint8)
         error = UnsupportedTensorError(
             f"{quoted(name)} in {self._data.path} is {kind}, which cannot be read without loading it: "
             "load the checkpoint with torch.load and save it as an ordinary tensor"
         )
-        return TensorEntry(FailedSource(prod(shape) * dtype.itemsize, error), dtypes.by_torch(dtype), shape)
+        return TensorEntry(
+            FailedSource(prod(shape) * element_type.bits * element_type.packed // 8, error), element_type, shape
+        )
 
-    def _source(self, name: str, storage: StorageRef, width: int, flipped: tuple[bool, ...]) -> ByteSource:
+    def _source(self, storage: StorageRef, width: int, flipped: tuple[bool, ...]) -> ByteSource:
         key = (storage, width if self._data.swapped else 1, flipped)
         found = self._sources.get(key)
         if found is not None:
             return found
-        whole = self._data.storage(storage.key)
-        if storage.total > whole.nbytes:
-            raise StorageError(
-                f"{self._data.path}: storage {quoted(storage.key)} of {quoted(name)} should have {storage.total} "
-                f"bytes, but has {whole.nbytes}: the file is damaged; get it again"
-            )
-        source = whole.slice(storage.offset, storage.nbytes)
+        source = self._data.storage(storage.key).slice(storage.offset, storage.nbytes)
         if self._data.swapped and width > 1:
             source = ByteSwappedSource(source, width)
         if any(flipped):
@@ -105,9 +130,7 @@ class EntryMaker:
         self._sources[key] = source
         return source
 
-    def _check(self, name: str, record: TensorRef) -> None:
-        if len(record.shape) != len(record.strides):
-            raise self._impossible(name, "strides for another number of dimensions than its shape has")
+    def _check(self, name: str, record: _View) -> None:
         self._check_shape(name, record.shape, record.dtype)
         if min((record.offset, *record.strides), default=0) < 0:
             raise self._impossible(name, "a negative stride or offset")
@@ -125,7 +148,7 @@ class EntryMaker:
         return TensorGeometryError(f"{self._data.path}: {quoted(name)} has {what}; the file is damaged or forged")
 
 
-def _flipped(record: TensorRef) -> tuple[bool, ...]:
+def _flipped(record: _View) -> tuple[bool, ...]:
     """Which parts of each element have the other sign than in the storage."""
     if record.dtype.is_complex:
         return record.negated, record.negated != record.conjugated

@@ -9,18 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.storage import TypedStorage
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import MalformedPickleError, NameCollisionError, SectionError
-from nvflare_lazy.formats.pickled_numpy import PickledArray, PickledDtype
-from nvflare_lazy.formats.pickled_tensors import (
-    AttributeBag,
-    Global,
-    StorageRef,
-    StorageType,
-    TensorRef,
-    UnsupportedTensor,
-)
+from nvflare_lazy.formats.unpickler import OpaqueObject, UnsupportedTensor, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,10 +26,10 @@ _DEEPEST = 64
 _FREE_EFFORT = 1 << 20
 _EFFORT_A_BYTE = 16
 
-TensorRecord = TensorRef | StorageRef | UnsupportedTensor
+TensorRecord = torch.Tensor | TypedStorage | UnsupportedTensor
 _NOTHING = object()
 _PLAIN = frozenset(
-    (type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset, torch.dtype),
+    (type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset, torch.dtype, torch.Size),
 )
 
 
@@ -59,6 +52,7 @@ class CheckpointTree:
     def __init__(self, path: str, content: object, pickle_bytes: int) -> None:
         self._path = path
         self._effort = _FREE_EFFORT + _EFFORT_A_BYTE * pickle_bytes
+        self._opaque: set[int] = set()
         self.tensors: dict[str, TensorRecord] = {}
         if isinstance(content, TensorRecord):
             content = {_NAME_OF_THE_ONLY_TENSOR: content}
@@ -81,17 +75,40 @@ class CheckpointTree:
             elif isinstance(part, TensorRecord):
                 self._add(self._name(prefix, key), part)
             elif children(part) is None:
-                left = _plain(part)
+                self._check_opaque(part)
+                left = part if type(part) is OpaqueObject else str(part)
             else:
                 left = self._take_apart(part, f"{self._name(prefix, key)}.", depth + 1)
             rest.append((key, left))
         if rest and all(part is _NOTHING for _, part in rest):
             return _NOTHING
-        if isinstance(container, (dict, AttributeBag)):
+        if isinstance(container, (dict, OpaqueObject)):
             return {key: part for key, part in rest if part is not _NOTHING}
         # The places of tensors in a list are kept, so that the others keep theirs.
         items = [None if part is _NOTHING else part for _, part in rest]
         return tuple(items) if type(container) is tuple else items
+
+    def _check_opaque(self, value: object) -> None:
+        """Refuse an object of a foreign class that has tensors: they would be lost."""
+        if type(value) is not OpaqueObject:
+            return
+        parts: list[object] = [value]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, TensorRecord):
+                refuse(self._path, value.name)
+            if id(part) in self._opaque:
+                continue
+            if type(part) is OpaqueObject:
+                inner = [*part.arguments, *part.states]
+            else:
+                inner = [item for _, item in children(part) or ()]
+            self._effort -= len(inner)
+            if self._effort < 0:
+                raise self._endless()
+            if inner:
+                self._opaque.add(id(part))
+                parts += inner
 
     def _name(self, prefix: str, key: object) -> str:
         name = prefix + _key_text(key)
@@ -135,10 +152,11 @@ def select(path: str, content: object, section: str) -> object:
 
 def children(value: object) -> Iterable[tuple[object, object]] | None:
     """Return the keys and parts of a container, or None for anything else."""
-    if type(value) is dict:
+    if isinstance(value, dict):
         return value.items()
-    if type(value) is AttributeBag:
-        return value.attributes.items()
+    if type(value) is OpaqueObject:
+        attributes = value.attributes()
+        return None if attributes is None else attributes.items()
     if type(value) in (list, tuple):
         return enumerate(value)  # type: ignore[arg-type]
     return None
@@ -171,14 +189,3 @@ def _by_text(parts: dict[object, object]) -> dict[str, object]:
 
 def _key_text(key: object) -> str:
     return key.decode("utf-8", "backslashreplace") if type(key) is bytes else str(key)
-
-
-def _plain(value: object) -> object:
-    if type(value) is PickledArray:
-        return value.array
-    if type(value) is PickledDtype:
-        return value.dtype
-    if type(value) in (Global, StorageType):
-        return value.name  # type: ignore[attr-defined]
-    assert type(value) in _PLAIN
-    return value

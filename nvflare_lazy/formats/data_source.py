@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import StorageError
+from nvflare_lazy.formats.unpickler import MetaStorages
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ class LazyDataSource(ABC):
     Attributes:
         file: The open file.
         path: Its path.
-        content: What the pickle describes, in records: a tree of plain data.
+        content: What the pickle describes: meta tensors and plain data.
+        storages: The storages of those tensors.
         pickle_bytes: Size of that pickle.
         swapped: Whether numbers in the storages have the other byte order than this machine's.
     """
@@ -40,6 +42,7 @@ class LazyDataSource(ABC):
         self.file = TensorFile(path) if file is None else file
         self.path = self.file.path
         self.content: object = None
+        self.storages = MetaStorages()
         self.pickle_bytes = 0
         self.swapped = False
 
@@ -76,10 +79,13 @@ class LazyDataSource(ABC):
         """Return the bytes of a storage as a source, without reading them."""
         found = self._storage(key)
         if found is None:
-            raise StorageError(
-                f"{self.path} has no storage {quoted(key)}: the file is damaged or incomplete; get it again"
-            )
+            raise self._missing(key)
         return found
+
+    def _missing(self, key: str) -> StorageError:
+        return StorageError(
+            f"{self.path} has no storage {quoted(key)}: the file is damaged or incomplete; get it again"
+        )
 
     def contains(self, key: str) -> bool:
         """Whether there is a storage of this key."""

@@ -8,16 +8,13 @@ storages in the order of the keys, each as a count of elements and their bytes.
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import MalformedPickleError, StorageError
 from nvflare_lazy.formats.data_source import LazyDataSource
-from nvflare_lazy.formats.pickle_globals import find_global
 from nvflare_lazy.formats.pickle_stream import PickleStream
-from nvflare_lazy.formats.pickled_tensors import StorageRef, storage_ref, text
-from nvflare_lazy.formats.unpickler import RestrictedUnpickler
+from nvflare_lazy.formats.unpickler import StorageRef, storage_ref, unpickle
 from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:
@@ -66,18 +63,18 @@ class LegacyMultiStorageSource(LazyDataSource):
         return self._storages.get(key)
 
     def _unpickle(self, stream: PickleStream) -> object:
-        return RestrictedUnpickler(stream, partial(find_global, self.path), self._persistent_load).load()
+        return unpickle(stream, self._load_id)
 
-    def _persistent_load(self, persistent_id: object) -> StorageRef:
+    def _load_id(self, persistent_id: object) -> object:
         if type(persistent_id) is not tuple or len(persistent_id) != 6:
-            raise ValueError("its id is not a tuple of six")
-        kind, storage_type, key, _, numel, view = persistent_id
-        if text(kind, "kind") != "storage":
-            raise ValueError("its id is not that of a storage")
+            raise ValueError("the id of a storage is not a tuple of six")
+        _, storage_type, key, _, numel, view = persistent_id
         ref = storage_ref(storage_type, key, numel, view)
         # The class that mentions a storage first is the one that its elements are counted by.
-        self._announced.setdefault(ref.key, ref)
-        return ref
+        first = self._announced.setdefault(ref.key, ref)
+        if ref.total > first.total:
+            raise ValueError(f"storage {quoted(ref.key)} has {first.total} bytes, and {ref.total} elsewhere")
+        return self.storages.storage(ref)
 
     def _walk(self, keys: object, at: int) -> dict[str, FileSource]:
         if type(keys) is not list:
@@ -96,6 +93,8 @@ class LegacyMultiStorageSource(LazyDataSource):
                 )
             storages[key] = FileSource(self.file, at, nbytes)
             at += nbytes
+        for key in self._announced.keys() - storages.keys():
+            raise self._missing(key)
         return storages
 
     def _count(self, announced: StorageRef, at: int) -> int:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import struct
 import sys
-from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import ArchiveError, MalformedPickleError, StorageError
+from nvflare_lazy.errors import ArchiveError, MalformedPickleError, NVFlareLazyError, StorageError
 from nvflare_lazy.formats.data_source import LazyDataSource
-from nvflare_lazy.formats.pickle_globals import find_global
 from nvflare_lazy.formats.pickle_stream import PickleStream
-from nvflare_lazy.formats.pickled_tensors import StorageRef, StorageType, TensorRef, is_small, text
 from nvflare_lazy.formats.tar_archive import read_members
-from nvflare_lazy.formats.unpickler import RestrictedUnpickler
+from nvflare_lazy.formats.unpickler import StorageRef, storage_dtype, unpickle
 from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:
@@ -55,9 +54,14 @@ class TarSource(LazyDataSource):
         }
         self.swapped = sys.byteorder != "little"
         self._storages: dict[str, FileSource] = {}
-        self._objects: dict[int, StorageRef | TensorRef] = {}
-        self._read_storages(streams["storages"])
-        self._read_tensors(streams["tensors"])
+        self._objects: dict[int, StorageRef | torch.Tensor] = {}
+        try:
+            self._read_storages(streams["storages"])
+            self._read_tensors(streams["tensors"])
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, NVFlareLazyError):
+                raise
+            raise self._damaged(f"tables ({str(error)[:200]})") from None
         self.content = self._unpickle(streams["pickle"])
         self.pickle_bytes = sum(stream.consumed for stream in streams.values())
 
@@ -68,25 +72,25 @@ class TarSource(LazyDataSource):
         return self._storages.get(key)
 
     def _unpickle(self, stream: PickleStream) -> object:
-        return RestrictedUnpickler(stream, partial(find_global, self.path), self._persistent_load).load()
+        return unpickle(stream, self._load_id)
 
-    def _persistent_load(self, persistent_id: object) -> StorageRef | TensorRef:
-        number = text(persistent_id, "id") if type(persistent_id) is not int else persistent_id
-        found = self._objects.get(int(number))
+    def _load_id(self, persistent_id: object) -> object:
+        if type(persistent_id) not in (int, str, bytes):
+            raise ValueError("the id of a tensor is not a number")
+        found = self._objects.get(int(persistent_id))  # type: ignore[call-overload]
         if found is None:
-            raise ValueError("nothing has its number")
-        return found
+            raise ValueError("nothing has the number of that tensor")
+        return self.storages.storage(found) if isinstance(found, StorageRef) else found
 
     def _read_storages(self, stream: PickleStream) -> None:
         for _ in range(self._count(stream)):
             number, _, storage_type = self._row(stream, 3)
             number = self._number(number)
-            if type(storage_type) is not StorageType:
-                raise self._damaged("storages")
-            nbytes = int.from_bytes(stream.read(8), "little", signed=True) * storage_type.dtype.itemsize
+            dtype = storage_dtype(storage_type)
+            nbytes = int.from_bytes(stream.read(8), "little", signed=True) * dtype.itemsize
             key = str(number)
             self._storages[key] = FileSource(self.file, stream.position, self._within(stream, nbytes))
-            self._objects[number] = StorageRef(key, storage_type.dtype, 0, nbytes, nbytes)
+            self._objects[number] = StorageRef(key, dtype, 0, nbytes, nbytes)
             stream.skip(nbytes)
         views = self._unpickle(stream)
         if type(views) is not list:
@@ -120,10 +124,8 @@ class TarSource(LazyDataSource):
             if not 0 <= dimensions <= _MOST_DIMENSIONS:
                 raise self._damaged("tensors")
             numbers = struct.unpack(f"<{2 * dimensions + 1}q", stream.read(8 * (2 * dimensions + 1)))
-            if not all(map(is_small, numbers)):
-                raise self._damaged("tensors")
-            self._objects[number] = TensorRef(
-                storage, storage.dtype, numbers[:dimensions], numbers[dimensions:-1], numbers[-1]
+            self._objects[number] = torch._utils._rebuild_tensor(  # type: ignore[no-untyped-call]
+                self.storages.storage(storage), numbers[-1], numbers[:dimensions], numbers[dimensions:-1]
             )
 
     def _number(self, number: object) -> int:

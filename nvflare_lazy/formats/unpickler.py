@@ -1,321 +1,408 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes a pickle apart without running anything: globals come from a table of ours, the rest is plain data.
+"""Unpickles PyTorch checkpoints with torch's weights-only unpickler, over storages that have a size but no data.
 
-Stands between the bytes of a PyTorch checkpoint and the records that say where its tensors lie. It is a machine of its
-own because Python's can be made to allocate gigabytes by a few bytes, and looks up every name in real modules.
+The only module that uses `torch._weights_only_unpickler`, which is private. Tensors come out as *meta tensors*: torch's
+own functions rebuild their geometry, and the address of their storage says which bytes of the file they are. Names that
+torch does not allow are never imported: objects of such classes become `OpaqueObject`s, or the file is refused.
 """
 
 from __future__ import annotations
 
-import pickle
-from typing import TYPE_CHECKING
+import io
+import re
+import sys
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from nvflare_lazy.errors import MalformedPickleError, NVFlareLazyError
-from nvflare_lazy.formats.pickle_stream import SCALARS
-from nvflare_lazy.formats.pickled_numpy import PickledArray, PickledDtype
-from nvflare_lazy.formats.pickled_tensors import AttributeBag, Global, TensorRef, UnsupportedTensor, is_plain_key
+import torch
+from torch import _weights_only_unpickler as weights_only
+from torch.storage import TypedStorage, UntypedStorage
+
+from nvflare_lazy._text import quoted
+from nvflare_lazy.errors import ForbiddenGlobalError, MalformedPickleError, NVFlareLazyError
+from nvflare_lazy.formats.pickle_translator import Caller, Kind, Name, PickleTranslator, is_plain_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nvflare_lazy.formats.pickle_stream import PickleStream
 
-_LONGEST_KEY = 8
-_MOST_TUPLE_KEYS = 4096
-# About what one of them takes in CPython.
-_SCALAR, _SLOT, _CONTAINER, _PAIR, _SET = 32, 8, 64, 100, 232
-_HIGHEST_PROTOCOL = 5
+# torch counts bytes in 63 bits.
+_MAX_STORAGE_BYTES = 1 << 62
 
 
-class RestrictedUnpickler:
-    """Reads one pickle.
+class StorageRef(NamedTuple):
+    """A storage of the file, or a part of one.
 
-    Args:
-        stream: Where it begins; afterwards, what follows it.
-        find_global: Answers a module and a name with a `Global` or a constant, or raises.
-        persistent_load: Answers a persistent id with a record; ValueError if it makes no sense.
+    Attributes:
+        key: The storage's key in the file.
+        dtype: Its element type; `torch.uint8` for untyped storages.
+        offset: First byte.
+        nbytes: Number of bytes from there.
+        total: Bytes of the whole storage according to the pickle.
     """
 
-    def __init__(
-        self,
-        stream: PickleStream,
-        find_global: Callable[[str, str], object],
-        persistent_load: Callable[[object], object],
-    ) -> None:
-        self._stream = stream
-        self._find_global = find_global
-        self._persistent_load = persistent_load
-        self._spend = stream.budget.spend
-        self._memo: dict[int, object] = {}
-        self._stack: list[object] = []
-        self._marks: list[list[object]] = []
-        self._tuple_keys = 0
-
-    def load(self) -> object:
-        """Return what the pickle describes, in records and plain Python."""
-        stream = self._stream
-        while (opcode := stream.read_byte()) != pickle.STOP[0]:
-            scalar = SCALARS.get(opcode)
-            if scalar is not None:
-                self._push_new(scalar(stream), _SCALAR)
-                continue
-            action = _ACTIONS.get(opcode)
-            if action is None:
-                raise self._malformed(f"opcode {bytes([opcode])!r}, which no checkpoint needs")
-            action(self)
-        if len(self._stack) != 1 or self._marks:
-            raise self._malformed("an end where it is not finished")
-        return self._stack.pop()
-
-    def _malformed(self, what: str) -> MalformedPickleError:
-        return MalformedPickleError(
-            f"{self._stream.path}: the pickle has {what}: the file is damaged, or holds more than a state dict"
-        )
-
-    def _pop(self) -> object:
-        if not self._stack:
-            raise self._malformed("too few values for an opcode")
-        return self._stack.pop()
-
-    def _top(self) -> object:
-        if not self._stack:
-            raise self._malformed("too few values for an opcode")
-        return self._stack[-1]
-
-    def _push_new(self, value: object, weight: int) -> None:
-        self._spend(weight)
-        self._stack.append(value)
-
-    # ---- framing, marks, memo ----------------------------------------------------------------------------------
-
-    def _protocol(self) -> None:
-        if self._stream.read_byte() > _HIGHEST_PROTOCOL:
-            raise self._malformed("a protocol that does not exist yet")
-
-    def _frame(self) -> None:
-        self._stream.read(8)
-
-    def _mark(self) -> None:
-        self._spend(_CONTAINER)
-        self._marks.append(self._stack)
-        self._stack = []
-
-    def _since_mark(self) -> list[object]:
-        if not self._marks:
-            raise self._malformed("the end of a group that never began")
-        items, self._stack = self._stack, self._marks.pop()
-        return items
-
-    def _put(self, index: int) -> None:
-        self._spend(_PAIR)
-        self._memo[index] = self._top()
-
-    def _get(self, index: int) -> None:
-        if index not in self._memo:
-            raise self._malformed("a reference to a value that was never given")
-        self._push_new(self._memo[index], _SLOT)
-
-    def _memoize(self) -> None:
-        self._put(len(self._memo))
-
-    def _index_line(self) -> int:
-        line = self._stream.read_line()
-        if not line.isdigit() or len(line) > 10:
-            raise self._malformed("a reference that is not a number")
-        return int(line)
-
-    def _index(self, width: int) -> int:
-        return int.from_bytes(self._stream.read(width), "little")
-
-    # ---- containers --------------------------------------------------------------------------------------------
-
-    def _tuple(self, count: int) -> None:
-        items = tuple(self._pop() for _ in range(count))[::-1]
-        self._push_new(items, _CONTAINER)
-
-    def _marked_tuple(self) -> None:
-        items = self._since_mark()
-        self._push_new(tuple(items), _CONTAINER + _SLOT * len(items))
-
-    def _marked_list(self) -> None:
-        items = self._since_mark()
-        self._push_new(items, _CONTAINER + _SLOT * len(items))
-
-    def _marked_dict(self) -> None:
-        items = self._since_mark()
-        self._push_new({}, _CONTAINER)
-        self._fill_dict(items)
-
-    def _frozen_set(self) -> None:
-        items = self._since_mark()
-        for item in items:
-            self._check_key(item)
-        self._push_new(frozenset(items), _SET + _PAIR * len(items))
-
-    def _extend(self, items: list[object]) -> None:
-        target = self._top()
-        if type(target) is not list:
-            raise self._malformed(f"items for a {_kind(target)}, which is no list")
-        self._spend(2 * _SLOT * len(items))
-        target.extend(items)
-
-    def _fill_dict(self, items: list[object]) -> None:
-        target = self._top()
-        if type(target) is not dict or len(items) % 2:
-            raise self._malformed(f"keys and values for a {_kind(target)}, or a key without a value")
-        self._spend(_PAIR * len(items))
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            self._check_key(key)
-            target[key] = value
-
-    def _fill_set(self) -> None:
-        items = self._since_mark()
-        target = self._top()
-        if type(target) is not set:
-            raise self._malformed(f"members for a {_kind(target)}, which is no set")
-        self._spend(_PAIR * len(items))
-        for item in items:
-            self._check_key(item)
-            target.add(item)
-
-    def _append(self) -> None:
-        self._extend([self._pop()])
-
-    def _set_item(self) -> None:
-        value, key = self._pop(), self._pop()
-        self._fill_dict([key, value])
-
-    def _check_key(self, key: object) -> None:
-        if type(key) is tuple and len(key) <= _LONGEST_KEY and all(map(is_plain_key, key)):
-            # Tuples that collide are easily made; so many of them cost less than a second.
-            self._tuple_keys += 1
-            if self._tuple_keys <= _MOST_TUPLE_KEYS:
-                return
-        if not is_plain_key(key):
-            raise self._malformed(
-                f"a {_kind(key)} as a key; keys must be text, numbers, bytes, dtypes or None, or a few tuples of them"
-            )
-
-    # ---- what would run code elsewhere -------------------------------------------------------------------------
-
-    def _global(self) -> None:
-        module, name = self._stream.read_line(), self._stream.read_line()
-        self._push_global(module.decode("utf-8", "backslashreplace"), name.decode("utf-8", "backslashreplace"))
-
-    def _stack_global(self) -> None:
-        name, module = self._pop(), self._pop()
-        if type(module) is not str or type(name) is not str:
-            raise self._malformed("a global whose name is not text")
-        self._push_global(module, name)
-
-    def _push_global(self, module: str, name: str) -> None:
-        self._push_new(self._find_global(module, name), _SCALAR)
-
-    def _reduce(self) -> None:
-        arguments, called = self._pop(), self._pop()
-        self._call(called, arguments)
-
-    def _new_object(self) -> None:
-        arguments, called = self._pop(), self._pop()
-        if type(called) is not Global or not called.is_class:
-            raise self._malformed(f"a new object of {_kind(called)}, which is no class")
-        self._call(called, arguments)
-
-    def _new_object_with_names(self) -> None:
-        names = self._pop()
-        if type(names) is not dict or names:
-            raise self._malformed("a new object with named arguments")
-        self._new_object()
-
-    def _call(self, called: object, arguments: object) -> None:
-        if type(called) is not Global:
-            raise self._malformed(f"a call of {_kind(called)}")
-        if type(arguments) is not tuple:
-            raise self._malformed(f"a call of {called.name} without a tuple of arguments")
-        # A builder copies its arguments at most once, whatever else shares them.
-        self._spend(_CONTAINER + sum(map(_weight, arguments)))
-        try:
-            self._stack.append(called.build(*arguments))
-        except NVFlareLazyError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise self._malformed(f"a call of {called.name} that makes no sense ({error})") from None
-
-    def _build(self) -> None:
-        state, target = self._pop(), self._top()
-        self._spend(_weight(state))
-        kind = type(target)
-        if kind is dict:
-            return  # attributes of an OrderedDict, such as the `_metadata` of a state dict
-        if kind in (TensorRef, UnsupportedTensor):
-            # A parameter's gradient flag and hooks, or attributes; four or five items would be another tensor.
-            if type(state) is tuple and len(state) > 3:
-                raise self._malformed("a tensor that is replaced by its own state")
-            return
-        if not isinstance(target, (AttributeBag, PickledArray, PickledDtype)):
-            raise self._malformed(f"a state for a {_kind(target)}")
-        try:
-            target.set_state(state)
-        except (TypeError, ValueError) as error:
-            raise self._malformed(f"a {_kind(target)} that makes no sense ({error})") from None
-
-    def _persistent(self) -> None:
-        persistent_id = self._pop()
-        try:
-            self._push_new(self._persistent_load(persistent_id), _PAIR)
-        except NVFlareLazyError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise self._malformed(f"a storage that makes no sense ({error})") from None
+    key: str
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+    total: int
 
 
-def _kind(value: object) -> str:
-    # Never the value itself: a few bytes of pickle can describe one whose text has no end.
-    return value.name if type(value) is Global else type(value).__name__
+def storage_dtype(storage_type: object) -> torch.dtype:
+    """Return the element type that the class of a storage stands for, or raise ValueError."""
+    if storage_type is UntypedStorage:
+        return torch.uint8
+    if type(storage_type) is not torch.serialization.StorageType:
+        raise ValueError("its type is not a storage class")
+    dtype: torch.dtype = storage_type.dtype
+    return dtype
 
 
-def _weight(argument: object) -> int:
-    if type(argument) in (dict, list, set, frozenset, tuple):
-        return _PAIR * len(argument)  # type: ignore[arg-type]
-    if type(argument) in (str, bytes, bytearray):
-        return len(argument)  # type: ignore[arg-type]
-    return _SLOT
+def storage_ref(storage_type: object, key: object, numel: object, view: object = None) -> StorageRef:
+    """Return the storage that a persistent id describes, or raise ValueError.
+
+    Args:
+        storage_type: The class of the storage.
+        key: Its key in the file.
+        numel: Number of elements of the whole storage.
+        view: None, or (key of the view, first element, number of elements) in old files.
+    """
+    dtype = storage_dtype(storage_type)
+    if type(key) is not str:
+        raise ValueError("its key is not text")
+    offset, count = 0, numel
+    if view is not None:
+        if type(view) is not tuple or len(view) != 3:
+            raise ValueError("it is a view of something that is not described")
+        _, offset, count = view
+    if type(numel) is not int or type(offset) is not int or type(count) is not int:
+        raise ValueError("its number of elements is not an integer")
+    if min(offset, count) < 0 or offset + count > numel or numel * dtype.itemsize > _MAX_STORAGE_BYTES:
+        raise ValueError(f"its elements {offset} to {offset + count} are not inside of its {numel} elements")
+    return StorageRef(key, dtype, offset * dtype.itemsize, count * dtype.itemsize, numel * dtype.itemsize)
 
 
-_ACTIONS: dict[int, Callable[[RestrictedUnpickler], object]] = {
-    pickle.PROTO[0]: RestrictedUnpickler._protocol,
-    pickle.FRAME[0]: RestrictedUnpickler._frame,
-    pickle.MARK[0]: RestrictedUnpickler._mark,
-    pickle.POP[0]: RestrictedUnpickler._pop,
-    pickle.POP_MARK[0]: RestrictedUnpickler._since_mark,
-    pickle.MEMOIZE[0]: RestrictedUnpickler._memoize,
-    pickle.PUT[0]: lambda self: self._put(self._index_line()),
-    pickle.BINPUT[0]: lambda self: self._put(self._index(1)),
-    pickle.LONG_BINPUT[0]: lambda self: self._put(self._index(4)),
-    pickle.GET[0]: lambda self: self._get(self._index_line()),
-    pickle.BINGET[0]: lambda self: self._get(self._index(1)),
-    pickle.LONG_BINGET[0]: lambda self: self._get(self._index(4)),
-    pickle.EMPTY_TUPLE[0]: lambda self: self._stack.append(()),
-    pickle.EMPTY_LIST[0]: lambda self: self._push_new([], _CONTAINER),
-    pickle.EMPTY_DICT[0]: lambda self: self._push_new({}, _CONTAINER),
-    pickle.EMPTY_SET[0]: lambda self: self._push_new(set(), _SET),
-    pickle.TUPLE[0]: RestrictedUnpickler._marked_tuple,
-    pickle.TUPLE1[0]: lambda self: self._tuple(1),
-    pickle.TUPLE2[0]: lambda self: self._tuple(2),
-    pickle.TUPLE3[0]: lambda self: self._tuple(3),
-    pickle.LIST[0]: RestrictedUnpickler._marked_list,
-    pickle.DICT[0]: RestrictedUnpickler._marked_dict,
-    pickle.FROZENSET[0]: RestrictedUnpickler._frozen_set,
-    pickle.APPEND[0]: RestrictedUnpickler._append,
-    pickle.APPENDS[0]: lambda self: self._extend(self._since_mark()),
-    pickle.SETITEM[0]: RestrictedUnpickler._set_item,
-    pickle.SETITEMS[0]: lambda self: self._fill_dict(self._since_mark()),
-    pickle.ADDITEMS[0]: RestrictedUnpickler._fill_set,
-    pickle.GLOBAL[0]: RestrictedUnpickler._global,
-    pickle.STACK_GLOBAL[0]: RestrictedUnpickler._stack_global,
-    pickle.REDUCE[0]: RestrictedUnpickler._reduce,
-    pickle.NEWOBJ[0]: RestrictedUnpickler._new_object,
-    pickle.NEWOBJ_EX[0]: RestrictedUnpickler._new_object_with_names,
-    pickle.BUILD[0]: RestrictedUnpickler._build,
-    pickle.BINPERSID[0]: RestrictedUnpickler._persistent,
+class MetaStorages:
+    """The storages of a checkpoint without their data, by which tensors are traced back to the file."""
+
+    def __init__(self) -> None:
+        self._made: dict[StorageRef, UntypedStorage] = {}
+        self._refs: dict[int, StorageRef] = {}
+
+    def storage(self, ref: StorageRef) -> TypedStorage:
+        """Return the typed storage for `ref`; all of them share one untyped storage."""
+        made = self._made.get(ref)
+        if made is None:
+            made = self._made[ref] = UntypedStorage(ref.nbytes, device="meta")  # type: ignore[no-untyped-call]
+            self._refs[made._cdata] = ref
+        return TypedStorage(wrap_storage=made, dtype=ref.dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+    def ref(self, value: torch.Tensor | TypedStorage) -> StorageRef | None:
+        """Return the storage of a tensor, or None if it has none in the file."""
+        untyped = value.untyped_storage() if isinstance(value, torch.Tensor) else value._untyped_storage
+        return self._refs.get(untyped._cdata)
+
+
+@dataclass(frozen=True, slots=True)
+class UnsupportedTensor:
+    """A tensor without dense elements in the file."""
+
+    kind: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class OpaqueObject:
+    """An object of a class that is not imported, or the class itself.
+
+    Attributes:
+        name: The dotted name of the class or function.
+        arguments: The arguments of the call that would make it.
+        states: What would be given to it afterwards: attributes or items.
+    """
+
+    name: str
+    arguments: tuple[object, ...] = ()
+    states: list[object] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, not loaded>"
+
+    def attributes(self) -> dict[object, object] | None:
+        """Return the attributes of a namespace, or None for any other object."""
+        state = self.states[0] if len(self.states) == 1 else None
+        return state if self.name in _NAMESPACES and isinstance(state, dict) else None
+
+
+def unpickle(stream: PickleStream, load_id: Callable[[object], object]) -> object:
+    """Return the contents of the next pickle of a stream.
+
+    Args:
+        stream: The stream.
+        load_id: Returns the storage or tensor for a persistent id, or raises ValueError.
+    """
+    translator = PickleTranslator(stream, partial(_find_name, stream.path), _extend, _build, frozenset, load_id)
+    translation = translator.translate()
+    unpickler = _Unpickler(io.BytesIO(translation))
+    unpickler.values = translator.values
+    unpickler.load_id = load_id
+    try:
+        return unpickler.load()  # type: ignore[no-untyped-call]
+    except (NVFlareLazyError, MemoryError):
+        raise
+    except Exception as error:  # anything at all: torch passes what the file says to its own functions
+        raise MalformedPickleError(
+            f"{stream.path}: the pickle makes no sense ({str(error)[:200]}): the file is damaged or forged"
+        ) from None
+
+
+class _Unpickler(weights_only.Unpickler):
+    """torch's unpickler, with the calls of the translator as persistent ids."""
+
+    values: list[object]
+    load_id: Callable[[object], object]
+
+    def persistent_load(self, pid: tuple[Any, ...]) -> object:
+        if len(pid) == 2:
+            return self.values[pid[1]]
+        if len(pid) == 3:
+            return _call(pid[1], pid[2])
+        return self.load_id(pid)
+
+
+def _call(called: Any, arguments: tuple[object, ...]) -> object:
+    if type(called) is OpaqueObject:
+        return OpaqueObject(called.name, arguments)
+    return _calls().get(called, called)(*arguments)
+
+
+# ---- names -----------------------------------------------------------------------------------------------------
+
+_NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+# Data of the standard library and NumPy that trainers save, and that becomes opaque. Nothing else of them and of torch
+# may be named. Names of other packages may: nothing of them is imported either.
+_DATA = re.compile(
+    r"argparse\.Namespace|types\.SimpleNamespace|collections\.deque"
+    r"|(datetime|decimal|fractions|pathlib(\._local)?|uuid)\.\w+"
+    r"|builtins\.(list|tuple|int|float|bool|str|slice|range)"
+    r"|numpy\.(dtype|ndarray|dtypes\.\w+|_?core\.(multiarray|numeric)\.(_reconstruct|scalar|_frombuffer))"
+    r"|numpy\.(bool_?|u?int\d+|float\d+|complex\d+|random\.(_pickle|mtrand|_mt19937)\.\w+)"
+)
+_FIRST_PARTY = sys.stdlib_module_names | {"torch", "numpy", "nvflare_lazy"}
+
+
+def _find_name(path: str, dotted: str) -> Name:
+    found = _names().get(dotted)
+    if found is None and dotted.startswith("torch."):
+        # Storages and tensors of devices and of old versions have the names of today's, in other modules.
+        plain = dotted.rpartition(".")[2].removeprefix("_")
+        found = _names().get(f"torch.{plain}") if plain.endswith(("Storage", "Tensor")) else None
+        if found is not None:
+            return Name(found.value, False, None)
+    if found is not None:
+        return found
+    if _DATA.fullmatch(dotted) or dotted.partition(".")[0] not in _FIRST_PARTY:
+        return Name(OpaqueObject(dotted), False, "ours")
+    refuse(path, dotted)
+
+
+def refuse(path: str, dotted: str) -> NoReturn:
+    """Raise the error for a name that a checkpoint may not use."""
+    shown = dotted if dotted.isascii() and dotted.replace(".", "_").isidentifier() else quoted(dotted)
+    what = "which is not part of a state dict"
+    if dotted.startswith(("torch.nn.modules.", "__main__.")):
+        what = "so it is a whole pickled model, or an object of the program that saved it, and not a state dict"
+    elif dotted.startswith("torch.distributed."):
+        what = "so it has tensors that are spread over processes, which have to be gathered before they are saved"
+    raise ForbiddenGlobalError(
+        f"{path} names {shown}, {what}. Nothing of it was run. If you trust where it comes from, load it with "
+        "torch.load(..., weights_only=False) where it can do no harm, and save the state dict alone, "
+        "with torch.save or as safetensors"
+    )
+
+
+@cache
+def _names() -> dict[str, Name]:
+    allowed = weights_only._get_allowed_globals()
+    names = {dotted: Name(value, True, None) for dotted, value in allowed.items()}
+    for dotted in _CALLED_BY_TORCH:
+        names[dotted] = Name(allowed[dotted], True, "torch")
+    for dotted, function in _FUNCTIONS.items():
+        makes: Kind = "bytes" if function in (_bytes, _encode) else "object"
+        names[dotted] = Name(allowed.get(dotted, function), dotted in allowed, "ours", makes)
+    for dotted, function in _MAPPINGS.items():
+        calls: Caller = "ours with arguments" if dotted in allowed else "ours"
+        names[dotted] = Name(allowed.get(dotted, function), dotted in allowed, calls, "dict")
+    names["builtins.set"] = Name(set, True, "ours with arguments", "set")
+    return names
+
+
+@cache
+def _calls() -> dict[object, Callable[..., object]]:
+    """Return our functions by what the names are to torch."""
+    functions = {**_FUNCTIONS, **_MAPPINGS, "builtins.set": _set}
+    return {_names()[dotted].value: function for dotted, function in functions.items()}
+
+
+# ---- what is done in place of torch's and Python's functions ---------------------------------------------------
+
+
+def _build(target: object, state: object) -> object:
+    if type(target) is OpaqueObject:
+        target.states.append(state)
+    elif isinstance(target, (torch.Tensor, UnsupportedTensor)):
+        # A parameter's gradient flag and hooks, or attributes; four or five items would be another tensor.
+        if type(state) is tuple and len(state) > 3:
+            raise ValueError("a tensor that is replaced by its own state")
+    elif not isinstance(
+        target, dict
+    ):  # for dicts: attributes of an OrderedDict, such as the `_metadata` of a state dict
+        raise ValueError(f"a state for a {type(target).__name__}")
+    return target
+
+
+def _extend(target: object, items: tuple[object, ...]) -> object:
+    if type(target) is OpaqueObject:
+        target.states.append(items)
+    elif type(target) is set:
+        target.update(items)
+    else:
+        raise ValueError(f"items for a {type(target).__name__}")
+    return target
+
+
+def _same_tensor(data: object, *_: object) -> object:
+    """Return the tensor that a parameter or variable wraps; its gradient flag and hooks are not needed."""
+    if not isinstance(data, (torch.Tensor, UnsupportedTensor)):
+        raise ValueError("its data is not a tensor")
+    return data
+
+
+def _device_tensor(data: Any, dtype: object, *_: object) -> object:
+    """Return the copy on the CPU that tensors of XLA and other devices are saved as."""
+    _same_tensor(data)
+    return (
+        data if data.dtype is dtype else UnsupportedTensor("a tensor of another device", data.dtype, tuple(data.shape))
+    )
+
+
+def _device_array(data: Any, dtype: torch.dtype, *_: object) -> UnsupportedTensor:
+    return UnsupportedTensor("a tensor of another device, saved as a NumPy array", dtype, _sizes(data.states[0][1]))
+
+
+def _from_type(function: object, tensor_type: object, arguments: object, state: object) -> object:
+    """Rebuild a tensor that has attributes, which are not needed."""
+    if function not in _rebuilds() or type(tensor_type) is OpaqueObject or type(arguments) is not tuple:
+        raise ValueError("a tensor of a class or function that is not torch's")
+    return _call(function, arguments)
+
+
+@cache
+def _rebuilds() -> frozenset[object]:
+    return frozenset(
+        name.value for dotted, name in _names().items() if dotted.startswith("torch._utils._rebuild_") and name.calls
+    )
+
+
+def _quantized(storage: TypedStorage, offset: object, size: object, *_: object) -> UnsupportedTensor:
+    dtype = torch.int32 if storage.dtype is torch.qint32 else torch.uint8
+    return UnsupportedTensor("a quantized tensor", dtype, _sizes(size))
+
+
+def _sparse(layout: object, data: Any) -> UnsupportedTensor:
+    values, size = (data[1], data[2]) if layout is torch.sparse_coo else (data[2], data[3])
+    return UnsupportedTensor("a sparse tensor", values.dtype, _sizes(size))
+
+
+def _nested(buffer: torch.Tensor, *_: object) -> UnsupportedTensor:
+    return UnsupportedTensor("a nested tensor", buffer.dtype, tuple(buffer.shape))
+
+
+def _sizes(size: Any) -> tuple[int, ...]:
+    if type(size) not in (tuple, list, torch.Size) or len(size) > 64 or not all(type(part) is int for part in size):
+        raise ValueError("the size is not a tuple of integers")
+    return tuple(size)
+
+
+def _mapping(items: object = None, *_: object) -> dict[object, object]:
+    if items is None:
+        return {}
+    if isinstance(items, dict):
+        return dict(items)
+    if type(items) is not list or not all(type(item) in (list, tuple) and len(item) == 2 for item in items):
+        raise ValueError("its items are not pairs")
+    _check_keys([key for key, _ in items])
+    return dict(items)
+
+
+def _default_mapping(factory: object = None, *items: object) -> dict[object, object]:
+    return _mapping(*items)
+
+
+def _check_keys(items: object) -> list[object]:
+    if not isinstance(items, (list, tuple)) or not all(map(is_plain_key, items)):
+        raise ValueError("its members are not text or numbers")
+    return list(items)
+
+
+def _set(items: object = ()) -> set[object]:
+    return set(_check_keys(items))
+
+
+def _frozen_set(items: object = ()) -> frozenset[object]:
+    return frozenset(_check_keys(items))
+
+
+def _encode(value: object, encoding: object = "latin1") -> bytes:
+    # Python writes bytes like this in protocols that have no bytes.
+    if type(value) is not str or encoding not in ("latin1", "latin-1"):
+        raise ValueError("the text does not stand for bytes")
+    return value.encode("latin-1")
+
+
+def _bytes(value: object = b"", encoding: object = "latin1") -> bytes:
+    return value if type(value) is bytes else _encode(value, encoding)
+
+
+def _byte_array(value: object = b"", encoding: object = "latin1") -> bytearray:
+    return bytearray(value if type(value) is bytearray else _bytes(value, encoding))
+
+
+_CALLED_BY_TORCH = (
+    "torch._utils._rebuild_tensor",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",
+    "torch._utils._rebuild_meta_tensor_no_storage",
+    "torch.Size",
+    "torch.device",
+    "torch.serialization._get_layout",
+)
+_FUNCTIONS: dict[str, Callable[..., object]] = {
+    "torch._utils._rebuild_parameter": _same_tensor,
+    "torch._utils._rebuild_parameter_with_state": _same_tensor,
+    "torch._utils._rebuild_qtensor": _quantized,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_sparse_csr_tensor": _sparse,
+    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _device_tensor,
+    "torch._utils._rebuild_device_tensor_from_numpy": _device_array,
+    "torch._utils._rebuild_xla_tensor": _device_array,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch.nn.parameter.Parameter": _same_tensor,
+    "torch.nn.parameter.Buffer": _same_tensor,
+    "torch.autograd.variable.Variable": _same_tensor,
+    "_codecs.encode": _encode,
+    "builtins.frozenset": _frozen_set,
+    "builtins.bytes": _bytes,
+    "builtins.bytearray": _byte_array,
+    "builtins.complex": complex,
+}
+_MAPPINGS: dict[str, Callable[..., object]] = {
+    "collections.OrderedDict": _mapping,
+    "collections.Counter": _mapping,
+    "collections.defaultdict": _default_mapping,
+    "builtins.dict": _mapping,
 }

@@ -7,16 +7,13 @@ The archive holds the pickle (`data.pkl`) and one record for each storage, store
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import ArchiveError, TorchScriptError
+from nvflare_lazy.errors import ArchiveError, StorageError, TorchScriptError
 from nvflare_lazy.formats.data_source import LazyDataSource
-from nvflare_lazy.formats.pickle_globals import find_global
 from nvflare_lazy.formats.pickle_stream import PickleStream
-from nvflare_lazy.formats.pickled_tensors import StorageRef, storage_ref, text
-from nvflare_lazy.formats.unpickler import RestrictedUnpickler
+from nvflare_lazy.formats.unpickler import storage_ref, unpickle
 from nvflare_lazy.formats.zip_archive import read_directory
 from nvflare_lazy.tensors.tensor_file import FileSource
 
@@ -57,7 +54,7 @@ class ZipSource(LazyDataSource):
         self.swapped = self._byte_order() != sys.byteorder
         record = self._records[_PICKLE]
         stream = PickleStream(self.file, record.offset, record.offset + record.nbytes)
-        self.content = RestrictedUnpickler(stream, partial(find_global, self.path), _persistent_load).load()
+        self.content = unpickle(stream, self._load_id)
         self.pickle_bytes = stream.consumed
 
     def keys(self) -> list[str]:
@@ -66,6 +63,19 @@ class ZipSource(LazyDataSource):
     def _storage(self, key: str) -> ByteSource | None:
         record = self._records.get(_STORAGES + key)
         return None if record is None else FileSource(self.file, record.offset, record.nbytes)
+
+    def _load_id(self, persistent_id: object) -> object:
+        if type(persistent_id) is not tuple or len(persistent_id) != 5:
+            raise ValueError("the id of a storage is not a tuple of five")
+        _, storage_type, key, _, numel = persistent_id
+        ref = storage_ref(storage_type, key, numel)
+        nbytes = self.storage(ref.key).nbytes
+        if ref.total > nbytes:
+            raise StorageError(
+                f"{self.path}: storage {quoted(ref.key)} should have {ref.total} bytes, but has {nbytes}: "
+                "the file is damaged; get it again"
+            )
+        return self.storages.storage(ref)
 
     def _root(self, records: dict[str, ZipRecord]) -> str:
         """Return the one directory everything is in, which is called as the file was when it was saved."""
@@ -106,12 +116,3 @@ class ZipSource(LazyDataSource):
         if record is None:
             return b""
         return bytes(FileSource(self.file, record.offset, record.nbytes).read(0, min(record.nbytes, _SHORT_RECORD)))
-
-
-def _persistent_load(persistent_id: object) -> StorageRef:
-    if type(persistent_id) is not tuple or len(persistent_id) != 5:
-        raise ValueError("its id is not a tuple of five")
-    kind, storage_type, key, _, numel = persistent_id
-    if text(kind, "kind") != "storage":
-        raise ValueError("its id is not that of a storage")
-    return storage_ref(storage_type, key, numel)

@@ -110,7 +110,6 @@ CALLS = {
     "torch.float32.__class__": lambda mark: files.Named("torch", "float32.__class__"),
     "torch.nn.modules.linear.Linear": lambda mark: files.Named("torch.nn.modules.linear", "Linear")(2, 3),
     "torch.distributed.tensor.DTensor": lambda mark: files.Named("torch.distributed.tensor", "DTensor")(1),
-    "__main__.Net": lambda mark: files.Named("__main__", "Net")(),
 }
 
 
@@ -123,7 +122,7 @@ def test_nothing_is_called(tmp_path, canary, name):
         message = str(caught.value)
         assert str(path) in message
         assert "Nothing of it was run" in message
-        assert any(part in message for part in (name, "os.system", "os.x"))
+        assert any(part in message for part in (name.replace("__builtin__", "builtins"), "os.system", "os.x"))
     assert not canary.exists()
 
 
@@ -147,9 +146,8 @@ def test_names_of_protocol_4_are_looked_up_in_the_same_table(tmp_path):
     ("name", "hint"),
     [
         (("torch.nn.modules.linear", "Linear"), "whole pickled model"),
-        (("__main__", "Net"), "whole pickled model"),
         (("torch.distributed.tensor", "DTensor"), "spread over processes"),
-        (("omegaconf.dictconfig", "DictConfig"), "not part of a state dict"),
+        (("functools", "partial"), "not part of a state dict"),
     ],
 )
 def test_the_message_says_what_to_do(tmp_path, name, hint):
@@ -181,7 +179,7 @@ def test_what_python_would_run_does_run_elsewhere(tmp_path, canary):
 def repeated_call(module: str, name: str, argument: bytes, times: int) -> bytes:
     """One large argument, copied again and again."""
     call = f"c{module}\n{name}\n".encode()
-    return b"\x80\x02](" + argument + b"q\x000" + (call + b"h\x00\x85R") * times + b"e."
+    return b"\x80\x02](" + argument + b"q\x00" + (call + b"h\x00\x85R") * times + b"e."
 
 
 def pairs(count: int) -> bytes:
@@ -204,13 +202,14 @@ def deep_tuple(depth: int) -> bytes:
 
 def doubling_tuple(depth: int) -> bytes:
     """(x, x) of (x, x) of …: a few bytes whose hash, text or copy would take for ever."""
-    return b")q\x00" + b"0h\x00h\x00\x86q\x00" * depth
+    return b")q\x00" + b"h\x00\x86q\x00" * depth
 
 
-# Harmless here; Python's own unpickler allocates by these numbers.
+# Harmless here; Python's own unpickler allocates by these numbers, or a copy of the state would never end.
 MEMOS = {
     "a memo of 4 billion places": lambda: b"\x80\x02Nr\xff\xff\xff\xff.",
     "a memo of 10 billion places": lambda: b"Np9999999999\n.",
+    "a doubling tuple as a state": lambda: b"\x80\x02cargparse\nNamespace\n)R" + doubling_tuple(200) + b"b.",
     "a memo with many such places": lambda: (
         b"Nr" + b"r".join(struct.pack("<I", (1 << 32) - i) for i in range(1, 9999)) + b"."
     ),
@@ -241,14 +240,13 @@ BOMBS = {
     "a doubling tuple as a key": lambda: b"\x80\x02}" + doubling_tuple(200) + b"Ns.",
     "a doubling tuple in a frozenset": lambda: b"\x80\x04(" + doubling_tuple(200) + b"\x91.",
     "a doubling tuple as a shape": lambda: b"\x80\x02ctorch\nSize\n" + doubling_tuple(200) + b"\x85R.",
-    "a doubling tuple as a state": lambda: b"\x80\x02cargparse\nNamespace\n)R" + doubling_tuple(200) + b"b.",
     "a doubling tuple as a persistent id": lambda: b"\x80\x02" + doubling_tuple(200) + b"Q.",
     "a doubling tuple called": lambda: b"\x80\x02" + doubling_tuple(200) + b")R.",
     "a doubling tuple as an extra": lambda: b"\x80\x02" + doubling_tuple(200) + b".",
-    "doubling lists": lambda: b"\x80\x02]q\x00" + b"0](h\x00h\x00eq\x00" * 200 + b".",
-    "doubling dicts": lambda: b"\x80\x02}q\x00" + b"0}(U\x01ah\x00U\x01bh\x00uq\x00" * 200 + b".",
+    "doubling lists": lambda: b"\x80\x02(]q\x00" + b"](h\x00h\x00eq\x00" * 200 + b"t.",
+    "doubling dicts": lambda: b"\x80\x02(}q\x00" + b"}(U\x01ah\x00U\x01bh\x00uq\x00" * 200 + b"t.",
     "long names in a deep dict": lambda: (
-        b"X\0\0\x10\0" + b"x" * MIB + b"q\x010}q\x02" + b"0}h\x01h\x02sq\x02" * 60 + b"."
+        b"(X\0\0\x10\0" + b"x" * MIB + b"q\x01}q\x02" + b"}h\x01h\x02sq\x02" * 60 + b"t."
     ),
     "integers that collide": lambda: b"\x80\x02" + colliding_integers(100_000) + b".",
     "a list copied into dicts": lambda: repeated_call("collections", "OrderedDict", pairs(20_000), 20_000),
@@ -257,7 +255,7 @@ BOMBS = {
     "text copied into bytes": lambda: repeated_call("_codecs", "encode", b"X\0\0\x10\0" + b"x" * MIB, 20_000),
     "a shape copied into tensors": lambda: repeated_call("torch", "Size", b"(" + b"K\x01" * 99_999 + b"t", 20_000),
     "attributes copied into objects": lambda: (
-        b"}(" + numbered_nones(20_000) + b"uq\x000" + b"cargparse\nNamespace\n)Rh\x00b0" * 20_000 + b"N."
+        b"(}(" + numbered_nones(20_000) + b"uq\x00" + b"cargparse\nNamespace\n)Rh\x00b" * 20_000 + b"t."
     ),
 }
 
@@ -282,7 +280,7 @@ def forget_peak() -> int:
 def test_bombs(tmp_path, monkeypatch, name, kind):
     """None takes more than a moment, or more memory than is granted to the objects of any pickle of its size."""
     # With less to begin with, smaller and quicker bombs show the same.
-    monkeypatch.setattr(pickle_stream, "_FREE_WEIGHT", 8 * MIB)
+    monkeypatch.setattr(pickle_stream, "_FREE_BYTES", 8 * MIB)
     write = files.write_zip if kind == "zip" else files.write_legacy
     bomb = (BOMBS | LENGTHS)[name]()
     write(tmp_path / "model.pt", bomb)
@@ -290,7 +288,7 @@ def test_bombs(tmp_path, monkeypatch, name, kind):
     with pytest.raises(CheckpointError):
         open_pytorch(tmp_path / "model.pt")
     assert time.monotonic() - start < SECONDS
-    assert peak_memory() - before < pickle_stream._WEIGHT_A_BYTE * len(bomb) + 24 * MIB
+    assert peak_memory() - before < pickle_stream._BYTES_PER_BYTE * len(bomb) + 24 * MIB
 
 
 @pytest.mark.parametrize("name", MEMOS)
