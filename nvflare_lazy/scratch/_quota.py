@@ -166,11 +166,6 @@ class QuotaReservation:
         self._pending = 0
         self._closed = False
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self._held
-
     def reserve(self, nbytes: int) -> None:
         """Hold bytes for later files."""
         with self._lock:

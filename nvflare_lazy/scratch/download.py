@@ -66,16 +66,6 @@ class DownloadScratch:
         # Also runs at the end of the interpreter.
         self._finalizer = weakref.finalize(self, directory.release, wait=False)
 
-    @property
-    def released(self) -> bool:
-        """Whether it has been released, or is being released."""
-        return self._directory.released
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes it holds of the job's quota, both written and reserved."""
-        return self._directory.reservation.nbytes
-
     def adopt(self, name: str) -> None:
         """Count a file that was written to the directory by other means, for example as an atomic file.
 
@@ -111,7 +101,8 @@ class DownloadScratch:
         self._directory.release()
 
     def __repr__(self) -> str:
-        return f"<DownloadScratch {self._directory.title} at {self.path}{', released' if self.released else ''}>"
+        released = ", released" if self._directory.released else ""
+        return f"<DownloadScratch {self._directory.title} at {self.path}{released}>"
 
 
 class OpenScratchFile:

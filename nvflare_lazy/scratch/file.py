@@ -48,7 +48,8 @@ class ScratchFile:
         self._reserved = 0
         self._pending = 0  # reserved, not written
         self._unchecked = 0  # written since the last check that the file has a name
-        weakref.finalize(self, directory.close, self._file).atexit = False
+        self._close = weakref.finalize(self, directory.close, self._file)
+        self._close.atexit = False
 
     def pwrite(self, buffer: Buffer, offset: int) -> int:
         """Write all of a buffer at an offset, from any thread; return its number of bytes.
@@ -111,7 +112,7 @@ class ScratchFile:
                 try:
                     file = TensorFile(self.path, descriptor=self._reopen())
                 finally:
-                    self._directory.close(self._file)
+                    self._close()
                 file.own(self._owner)
                 self._directory.record_complete(self.path.name, self._reserved - self._end, self._pending)
         except BaseException:
@@ -123,7 +124,7 @@ class ScratchFile:
     def close(self) -> None:
         """Close the file as it is, unless it is closed; it stays in the directory until that is released."""
         if self._directory.stop_writing(self._file):
-            self._directory.close(self._file)
+            self._close()
 
     def _reserve(self, end: int) -> None:
         """Reserve what a file that ends there needs in addition, holes included: they are filled in later."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from nvflare_lazy._text import format_size
 
 _MEMORY = {"tmpfs", "ramfs", "rootfs", "devtmpfs", "hugetlbfs"}
 _MEMORY_DEVICE = re.compile(r"/dev/(zram|ram)\d+")
-# Only one kernel writes to these, so its locks prove which owners run; all others may be shared between hosts.
-_LOCAL = _MEMORY | {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "apfs", "hfs"}
 # These reserve space in one step; elsewhere the C library would write zeros.
 _PREALLOCATING = {"ext4", "xfs", "btrfs", "f2fs", "tmpfs"}
 
@@ -33,8 +30,6 @@ class RootInfo:
     """Its type as the kernel names it, or "unknown"."""
     memory_backed: bool
     """Whether files there take up memory."""
-    shared: bool
-    """Whether other hosts may write to it."""
     free: int
     """Bytes this user may still write."""
     total: int
@@ -81,7 +76,6 @@ def inspect_root(path: str | os.PathLike[str]) -> RootInfo:
         path=Path(directory),
         file_system=mount.kind if mount else "unknown",
         memory_backed=mount is not None and _is_memory(mount),
-        shared=(mount.kind not in _LOCAL) if mount else sys.platform == "linux",
         free=disk.f_bavail * disk.f_frsize,
         total=disk.f_blocks * disk.f_frsize,
         writable=os.access(directory, os.W_OK | os.X_OK),

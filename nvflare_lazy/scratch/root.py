@@ -20,7 +20,7 @@ from nvflare_lazy.scratch._system import open_directory, to_scratch_error
 
 logger = logging.getLogger(__name__)
 
-ENVIRONMENT_VARIABLE = "NVFLARE_LAZY_SCRATCH"
+_ENVIRONMENT_VARIABLE = "NVFLARE_LAZY_SCRATCH"
 _MAX_LINKS = 40
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -42,8 +42,8 @@ class ScratchRoot:
         Raises:
             ScratchPermissionError: If other users could replace it, or this user may not write there.
         """
-        path, chosen_by = ScratchRoot.locate(root)
-        if chosen_by != "default":
+        path, is_chosen = _locate(root)
+        if is_chosen:
             return _create_checked(path)
         try:
             return _create_checked(path)
@@ -54,21 +54,12 @@ class ScratchRoot:
     @staticmethod
     def find(root: str | os.PathLike[str] | None = None) -> Path | None:
         """Return the directory that `resolve` would use, or None if it does not exist; create nothing."""
-        path, chosen_by = ScratchRoot.locate(root)
-        for candidate in [path] if chosen_by != "default" else [path, _temporary_root()]:
+        path, is_chosen = _locate(root)
+        for candidate in [path] if is_chosen else [path, _temporary_root()]:
             place = _choose_directory(_follow_links(candidate))
             if place.is_dir() and not _is_shared(place):
                 return place
         return None
-
-    @staticmethod
-    def locate(root: str | os.PathLike[str] | None = None) -> tuple[Path, str]:
-        """Return the requested root, and where it comes from: "argument", "environment" or "default"."""
-        if root is not None:
-            return _to_absolute(root), "argument"
-        if from_environment := os.environ.get(ENVIRONMENT_VARIABLE):
-            return _to_absolute(from_environment), "environment"
-        return _cache_root(), "default"
 
 
 def open_root(path: Path) -> int:
@@ -81,6 +72,12 @@ def open_root(path: Path) -> int:
         os.close(fd)
         raise ScratchPermissionError(f"the scratch root {path} has been replaced by somebody else's directory")
     return fd
+
+
+def _locate(root: str | os.PathLike[str] | None) -> tuple[Path, bool]:
+    """Return the requested root, and whether it was chosen, by the argument or the environment."""
+    chosen = root if root is not None else os.environ.get(_ENVIRONMENT_VARIABLE) or None
+    return (_cache_root(), False) if chosen is None else (_to_absolute(chosen), True)
 
 
 def _to_absolute(path: str | os.PathLike[str]) -> Path:
@@ -117,7 +114,7 @@ def _temporary_root() -> Path:
         return _user_directory(_to_absolute(tempfile.gettempdir()))
     except FileNotFoundError as error:
         raise ScratchError(
-            f"there is neither a cache nor a temporary directory to write to; set {ENVIRONMENT_VARIABLE}"
+            f"there is neither a cache nor a temporary directory to write to; set {_ENVIRONMENT_VARIABLE}"
         ) from error
 
 
@@ -179,7 +176,7 @@ def _check(place: Path) -> None:
     if status.st_uid != os.geteuid():
         raise ScratchPermissionError(
             f"the scratch root {place} belongs to user {status.st_uid}, not to user {os.geteuid()} who runs this; "
-            f"choose another one ({ENVIRONMENT_VARIABLE}), on a file system that lets this user own directories"
+            f"choose another one ({_ENVIRONMENT_VARIABLE}), on a file system that lets this user own directories"
         )
     if status.st_mode & _WRITABLE_BY_OTHERS:
         raise ScratchPermissionError(

@@ -36,23 +36,23 @@ def _made_up_mounts(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("_made_up_mounts")
 @pytest.mark.parametrize(
-    ("path", "kind", "memory_backed", "shared"),
+    ("path", "kind", "memory_backed"),
     [
-        ("/var/scratch", "ext4", False, False),
-        ("/dev/shm", "tmpfs", True, False),
-        ("/dev/shm/a/b", "tmpfs", True, False),
-        ("/dev/shmoo/a", "btrfs", False, False),
-        ("/mnt/with space/a", "nfs4", False, True),
-        ("/tmp/a", "xfs", False, False),
-        ("/merged/a", "overlay", True, False),
-        ("/container/a", "overlay", False, False),
-        ("/compressed/a", "ext4", True, False),
+        ("/var/scratch", "ext4", False),
+        ("/dev/shm", "tmpfs", True),
+        ("/dev/shm/a/b", "tmpfs", True),
+        ("/dev/shmoo/a", "btrfs", False),
+        ("/mnt/with space/a", "nfs4", False),
+        ("/tmp/a", "xfs", False),
+        ("/merged/a", "overlay", True),
+        ("/container/a", "overlay", False),
+        ("/compressed/a", "ext4", True),
     ],
 )
-def test_file_system_of_a_path(path, kind, memory_backed, shared):
+def test_file_system_of_a_path(path, kind, memory_backed):
     """The longest mount point counts, the last mount on it; an overlay is where its upper directory is."""
     report = inspect_root(path)
-    assert (report.file_system, report.memory_backed, report.shared) == (kind, memory_backed, shared)
+    assert (report.file_system, report.memory_backed) == (kind, memory_backed)
 
 
 def test_unknown_where_the_system_does_not_tell(tmp_path, monkeypatch):

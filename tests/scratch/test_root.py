@@ -47,7 +47,6 @@ def test_argument_comes_before_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("NVFLARE_LAZY_SCRATCH", str(tmp_path / "environment"))
     assert ScratchRoot.resolve(tmp_path / "argument") == tmp_path / "argument"
     assert ScratchRoot.resolve() == tmp_path / "environment"
-    assert ScratchRoot.locate() == (tmp_path / "environment", "environment")
 
 
 def test_home_directory_is_spelled_out(tmp_path, monkeypatch):
@@ -95,7 +94,8 @@ def test_home_of_another_user_is_left_alone(tmp_path, monkeypatch, given_to_some
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     given_to_somebody_else(home)
-    assert ScratchRoot.locate() == (tmp / f"nvflare-lazy-{os.geteuid()}", "default")
+    assert ScratchRoot.resolve() == tmp / f"nvflare-lazy-{os.geteuid()}"
+    assert list(home.iterdir()) == []
 
 
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077, 0o277, 0o777], ids=oct)
