@@ -20,14 +20,13 @@ if TYPE_CHECKING:
     from nvflare_lazy.formats.opening import open as open
     from nvflare_lazy.formats.stream_saver import save as save
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor as LazyTensor
-    from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict as LazyTensorDict
     from nvflare_lazy.transport.registration import install as install
 
 __version__ = "0.1.0"
 
 _LAZY_EXPORTS = {
     "LazyTensor": "nvflare_lazy.tensors.lazy_tensor",
-    "LazyTensorDict": "nvflare_lazy.tensors.lazy_tensor_dict",
+    "LazyTensorDict": "nvflare_lazy.formats.lazy_tensor_dict",
     "aggregate": "nvflare_lazy.aggregation.api",
     "install": "nvflare_lazy.transport.registration",
     "open": "nvflare_lazy.formats.opening",

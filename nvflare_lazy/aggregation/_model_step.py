@@ -25,12 +25,12 @@ from nvflare_lazy.tensors.entry import TensorSpec
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from nvflare_lazy.aggregation._engine.threads import Watch
     from nvflare_lazy.aggregation._optimizer_state import OptimizerStates
     from nvflare_lazy.aggregation.server_optimizers import ServerOptimizer, UnknownModelPolicy
     from nvflare_lazy.tensors.entry import TensorEntry
+    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,8 @@ class ModelStep:
         durable: bool,
         metadata: Mapping[str, str],
         watch: Watch,
-    ) -> Path:
-        """Write the next state, then the next model.
-
-        Returns:
-            Where the model is.
-        """
+    ) -> list[TensorFile]:
+        """Write the next state, then the next model, and return its files."""
         state: Mapping[str, TensorEntry] = {}
         if states is not None:
             before = ModelFingerprint(self._specs)
@@ -124,10 +120,10 @@ class ModelStep:
                     state_writer.copy(name, state[name].rows())
                 state_writer.commit()
                 states.remember(state_path, after.digest())
-            path = writer.commit()
+            files = writer.commit()
             if states is not None:
                 states.tidy()
-            return path
+            return files
         finally:
             writer.abort()
             if state_writer is not None:

@@ -22,8 +22,8 @@ from nvflare_lazy.formats.atomic_file import AtomicFile, sync_directory
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
     from nvflare_lazy.tensors.entry import TensorEntry, TensorSpec
-    from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 
 _INDEX = "states.json"
 _PREFIX = "state-"

@@ -27,13 +27,11 @@ from nvflare_lazy.errors import (
     UnsupportedTensorError,
 )
 from nvflare_lazy.formats import StreamingWriter
-from nvflare_lazy.formats import open as open_checkpoint
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from nvflare_lazy.aggregation._engine.threads import Watch
     from nvflare_lazy.aggregation.api import Aggregation
@@ -117,19 +115,18 @@ class RunningRound:
         for name in sorted(contributions):
             self._list(name, contributions[name])
 
-    def run(self, out: str | os.PathLike[str], metadata: Mapping[str, str], keep_alive: object) -> AggregationResult:
+    def run(self, out: str | os.PathLike[str], metadata: Mapping[str, str]) -> AggregationResult:
         """Aggregate, and open the result.
 
         Args:
             out: The file to write.
             metadata: Text to store in it.
-            keep_alive: Anything that must live as long as the result.
         """
         started = time.monotonic()
         while True:
             try:
                 with ExitStack() as until_the_end:
-                    path, agreement, provenance, reduction = self._attempt(out, metadata, until_the_end)
+                    tensors, agreement, provenance, reduction = self._attempt(out, metadata, until_the_end)
                 break
             except ContributionError as failed:
                 if isinstance(failed.error, NonFiniteError) and self._config.on_non_finite == "error":
@@ -137,8 +134,6 @@ class RunningRound:
                 self._leave_out(failed.contributor, failed.error)
         for name in agreement.names:
             self._let_go(name)
-        opened = open_checkpoint(path)
-        tensors = LazyTensorDict.from_entries(opened.entries, metadata=opened.metadata, keep_alive=keep_alive)
         shares = shares_of(agreement, reduction)
         report = AggregationReport(
             provenance=provenance,
@@ -157,7 +152,7 @@ class RunningRound:
 
     def _attempt(
         self, out: str | os.PathLike[str], metadata: Mapping[str, str], until_the_end: ExitStack
-    ) -> tuple[Path, Agreement, Provenance, Reduction]:
+    ) -> tuple[LazyTensorDict, Agreement, Provenance, Reduction]:
         config, rule = self._config, self._rule
         agreement = self._agree()
         has_reference = self._reference is not None
@@ -185,16 +180,18 @@ class RunningRound:
             left_out=dict(self._left_out),
             decisions=seen.decisions,
         )
+        metadata = dict(sorted({**metadata, **provenance.as_metadata()}.items()))
         writer = StreamingWriter(
             out,
             meta_of(agreement.specs),
-            metadata={**metadata, **provenance.as_metadata()},
+            metadata=metadata,
             max_shard_size=config.max_shard_size,
             durable=config.durable,
         )
         try:
             engine.reduce(reduction, rule.describe()["name"], writer)
-            return writer.commit(), agreement, provenance, reduction
+            tensors = LazyTensorDict.from_files(writer.commit(), metadata=metadata)
+            return tensors, agreement, provenance, reduction
         finally:
             writer.abort()
 

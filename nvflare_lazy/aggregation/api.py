@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nvflare_lazy.aggregation.report import AggregationReport
-    from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+    from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 
 #: What contributors send: whole models, or differences from the global model.
 ParamsType = Literal["FULL", "DIFF"]
@@ -109,7 +109,6 @@ class Aggregation:
         progress: Callable[[Progress], object] | None = None,
         cancel: Callable[[], bool] | None = None,
         release: Callable[[str], object] | None = None,
-        keep_alive: object = None,
     ) -> AggregationResult:
         """Aggregate a round.
 
@@ -123,7 +122,6 @@ class Aggregation:
             cancel: Asked now and then whether to stop, for example the `is_set` of an event. What was written until
                 then is removed.
             release: Called with the name of each contributor once, as soon as its contribution is not read any more.
-            keep_alive: Anything that must live as long as the result, such as the lease of the directory it is in.
 
         Raises:
             AggregationError: There is no result; `errors.py` draws the tree.
@@ -136,7 +134,7 @@ class Aggregation:
             reference=reference,
             watch=Watch(progress, cancel),
             release=release,
-        ).run(out, metadata or {}, keep_alive)
+        ).run(out, metadata or {})
 
 
 def aggregate(
@@ -160,7 +158,6 @@ def aggregate(
     progress: Callable[[Progress], object] | None = None,
     cancel: Callable[[], bool] | None = None,
     release: Callable[[str], object] | None = None,
-    keep_alive: object = None,
     report: Callable[[AggregationReport], object] | None = None,
 ) -> LazyTensorDict:
     """Make one model of many, tile by tile, within a memory budget.
@@ -188,7 +185,6 @@ def aggregate(
         progress: Called now and then.
         cancel: Asked now and then whether to stop.
         release: Called with each contributor's name once its contribution is not read any more.
-        keep_alive: Anything that must live as long as the result.
         report: Called with who took part, who did not and why, and how much each counted.
 
     Returns:
@@ -220,7 +216,6 @@ def aggregate(
         progress=progress,
         cancel=cancel,
         release=release,
-        keep_alive=keep_alive,
     )
     if report is not None:
         report(result.report)

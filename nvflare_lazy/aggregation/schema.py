@@ -25,10 +25,10 @@ from nvflare_lazy.errors import (
     UnsupportedTensorError,
     WeightError,
 )
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.safetensors_layout import TensorMeta, in_file_order
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.entry import entry_of
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 
 if TYPE_CHECKING:
     import re

@@ -19,8 +19,7 @@ from nvflare_lazy._text import parse_size
 from nvflare_lazy.aggregation._engine.threads import Watch
 from nvflare_lazy.aggregation._model_step import ModelStep
 from nvflare_lazy.aggregation._optimizer_state import OptimizerStates
-from nvflare_lazy.formats import open as open_checkpoint
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 
 if TYPE_CHECKING:
     import os
@@ -90,7 +89,6 @@ class ServerOptimizer(ABC):
         metadata: Mapping[str, str] | None = None,
         progress: Callable[[Progress], object] | None = None,
         cancel: Callable[[], bool] | None = None,
-        keep_alive: object = None,
     ) -> LazyTensorDict:
         """Write the next global model and the next state.
 
@@ -115,7 +113,6 @@ class ServerOptimizer(ABC):
             metadata: Text to store in the model.
             progress: Called now and then in this thread.
             cancel: Asked now and then whether to stop; what was written until then is removed.
-            keep_alive: Anything that must live as long as the model.
 
         Raises:
             OptimizerStateError: No state belongs to the model, or they are of another optimizer.
@@ -126,7 +123,7 @@ class ServerOptimizer(ABC):
         if self.slots and state_dir is not None:
             states = OptimizerStates(state_dir, self.name, self.slots, keep_states)
         step = ModelStep(self, model, update, params_type)
-        path = step.run(
+        files = step.run(
             out,
             states,
             unknown_model,
@@ -137,8 +134,7 @@ class ServerOptimizer(ABC):
             metadata=metadata or {},
             watch=Watch(progress, cancel),
         )
-        opened = open_checkpoint(path)
-        return LazyTensorDict.from_entries(opened.entries, metadata=opened.metadata, keep_alive=keep_alive)
+        return LazyTensorDict.from_files(files, metadata=metadata)
 
     def describe(self) -> dict[str, Any]:
         """Return name and parameters, as plain values."""
@@ -309,7 +305,6 @@ def apply_difference(
     threads: int | None = None,
     max_shard_size: int | str | None = None,
     durable: bool = True,
-    keep_alive: object = None,
 ) -> LazyTensorDict:
     """Write model plus difference: what becomes of the global model when contributors send differences.
 
@@ -321,7 +316,6 @@ def apply_difference(
         threads: How many threads; one for each core, if not given.
         max_shard_size: Split a larger model into files of at most so many bytes.
         durable: Whether the model must survive a power failure.
-        keep_alive: Anything that must live as long as the model.
     """
     return FedAvgM(momentum=0.0).step(
         model,
@@ -332,7 +326,6 @@ def apply_difference(
         threads=threads,
         max_shard_size=max_shard_size,
         durable=durable,
-        keep_alive=keep_alive,
     )
 
 

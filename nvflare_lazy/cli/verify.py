@@ -21,11 +21,11 @@ from nvflare_lazy.errors import NVFlareLazyError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
     from nvflare_lazy.formats.zip_archive import ZipRecord
     from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.dtypes import ElementType
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-    from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
     from nvflare_lazy.tensors.tensor_file import TensorFile
 
 _TILE_BYTES = 4 << 20

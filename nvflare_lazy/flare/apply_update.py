@@ -19,12 +19,15 @@ import torch
 from nvflare.fuel.utils.class_utils import instantiate_class
 
 from nvflare_lazy.aggregation.server_optimizers import ServerOptimizer, apply_difference, to_optimizer
+from nvflare_lazy.flare import job_context
+from nvflare_lazy.flare.model_output import ModelOutput
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.scratch import DownloadScratch, current_job_scratch
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 
 if TYPE_CHECKING:
+    from nvflare.apis.fl_context import FLContext
+
     from nvflare_lazy.aggregation import ParamsType
-    from nvflare_lazy.flare.outgoing import Outgoing
     from nvflare_lazy.tensors.entry import TensorEntry
 
 #: Statistics of normalization layers, which are no parameters: NVFlare's FedOpt averages them, too.
@@ -66,7 +69,7 @@ class ModelUpdate:
         base: Mapping[str, Any],
         aggregate: LazyTensorDict,
         kind: ParamsType,
-        outgoing: Outgoing,
+        fl_ctx: FLContext | None,
         round_number: int | None,
         *,
         memory_budget: int | str,
@@ -77,17 +80,14 @@ class ModelUpdate:
             base: The global model.
             aggregate: What the round came to.
             kind: Whether that is a model or a difference from one.
-            outgoing: Makes places for files.
+            fl_ctx: NVFlare's context of the job.
             round_number: The round.
             memory_budget: Memory to work in.
         """
         if self._optimizer is None:
-            place = outgoing.new(sum(int(value.nbytes) for value in base.values()))
-            moved = apply_difference(
-                base, aggregate, place.path, memory_budget=memory_budget, durable=False, keep_alive=place
-            )
-            outgoing.written(place)
-            return moved
+            output = ModelOutput.of(fl_ctx, sum(int(value.nbytes) for value in base.values()))
+            moved = apply_difference(base, aggregate, output.path, memory_budget=memory_budget, durable=False)
+            return output.finish(moved)
         averaged = {name for name in base if self._averaged.search(name)}
         optimizer = self._for_round(round_number or 0)
         entries: dict[str, TensorEntry] = {}
@@ -96,28 +96,28 @@ class ModelUpdate:
                 continue
             part = {name: value for name, value in base.items() if name in names}
             update = {name: entry for name, entry in aggregate.entries.items() if name in names}
-            place = outgoing.new(sum(int(value.nbytes) for value in part.values()))
+            output = ModelOutput.of(fl_ctx, sum(int(value.nbytes) for value in part.values()))
             taken = stepper.step(
                 part,
                 LazyTensorDict.from_entries(update),
-                place.path,
-                state_dir=self._state_dir(outgoing) if stepper.slots else None,
+                output.path,
+                state_dir=self._state_dir(fl_ctx) if stepper.slots else None,
                 params_type=kind,
                 unknown_model="restart",
                 memory_budget=memory_budget,
                 durable=False,
-                keep_alive=place,
             )
-            outgoing.written(place)
+            output.finish(taken)
             self._count_states()
             if len(names) == len(base):
                 return taken
             entries.update(taken.entries)
         return LazyTensorDict.from_entries(entries)
 
-    def _state_dir(self, outgoing: Outgoing) -> Path:
-        if outgoing.directory is not None:
-            return outgoing.directory.parent / "optimizer"
+    def _state_dir(self, fl_ctx: FLContext | None) -> Path:
+        persistor = job_context.persistor_of(fl_ctx)
+        if persistor is not None:
+            return persistor.store.directory / "optimizer"
         if self._scratch is None:
             self._scratch = current_job_scratch().download("optimizer")
         return self._scratch.path

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from nvflare_lazy.errors import JobCheckpointError
-from nvflare_lazy.flare.whole_file import file_that_holds
 from nvflare_lazy.formats.atomic_file import AtomicFile, sync_directory
 from nvflare_lazy.formats.stream_saver import save
+from nvflare_lazy.tensors.entry import file_holding
+from nvflare_lazy.tensors.tensor_file import TensorFile
 
 logger = logging.getLogger(__name__)
 
@@ -134,12 +135,17 @@ class CheckpointStore:
         return {path.name: path for path in paths}
 
     def _put(self, weights: Mapping[str, Any], path: Path) -> None:
-        held = file_that_holds(weights, self.directory)
-        if held is None or not _name_also(held, path):
+        held = file_holding(weights)
+        if held is None or not self._is_own(held) or not _name_also(Path(held.path), path):
             save(weights, path)
         else:
             # Aggregation does not wait for the disk; a checkpoint that counts does.
             _sync(path)
+
+    def _is_own(self, file: TensorFile) -> bool:
+        """Whether a file is below this store: elsewhere others may change it."""
+        below = Path(os.path.realpath(file.path)).is_relative_to(os.path.realpath(self.directory))
+        return below and file.is_still_at(file.path)
 
     def _record(self, checkpoint: Checkpoint) -> None:
         record = {

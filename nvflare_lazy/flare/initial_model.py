@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,22 +18,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nvflare_lazy.errors import InitialModelError, NVFlareLazyError, SectionError
+from nvflare_lazy.flare.model_output import ModelOutput
 from nvflare_lazy.formats import open as open_checkpoint
 from nvflare_lazy.formats import open_safetensors
 from nvflare_lazy.formats.stream_saver import save
-from nvflare_lazy.tensors.tensor_file import TemporaryPath
 
 if TYPE_CHECKING:
-    from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+    from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 
 # Where NVFlare's PyTorch persistor keeps the weights in its files.
 NVFLARE_SECTION = "model"
 _LAST_WORDS = 4000
-
-
-def new_file(directory: Path) -> TemporaryPath:
-    """Return a new name in a directory; the file that gets it is removed with the last reference to its tensors."""
-    return TemporaryPath(directory / f"{secrets.token_hex(8)}.safetensors")
 
 
 def from_checkpoint(path: Path) -> LazyTensorDict:
@@ -72,8 +66,8 @@ def from_class(class_path: str, args: Mapping[str, Any], directory: Path) -> Laz
             f"the arguments of the model class {class_path} cannot be written as JSON ({error}); save a checkpoint of "
             "the model and name it as source_ckpt_file_full_name"
         ) from None
-    file = new_file(directory)
-    command = [sys.executable, "-m", "nvflare_lazy.flare.write_initial_model", file.path]
+    output = ModelOutput.within(directory)
+    command = [sys.executable, "-m", "nvflare_lazy.flare.write_initial_model", str(output.path)]
     made = subprocess.run(  # noqa: S603  # our own module, and a class the job's configuration names anyway
         command,
         input=order,
@@ -87,7 +81,7 @@ def from_class(class_path: str, args: Mapping[str, Any], directory: Path) -> Laz
             f"the model class {class_path} could not be instantiated with {dict(args)!r}:\n"
             + (made.stderr.strip()[-_LAST_WORDS:] or f"the process ended with {made.returncode}")
         )
-    return open_safetensors(file.path, keep_alive=file)
+    return output.finish(open_safetensors(output.path))
 
 
 def from_module(module: torch.nn.Module, directory: Path) -> LazyTensorDict:
@@ -96,8 +90,8 @@ def from_module(module: torch.nn.Module, directory: Path) -> LazyTensorDict:
     NVFlare's configuration builds a model that is written as a component itself, and keeps a reference to it: so its
     parameters are taken out of it.
     """
-    file = new_file(directory)
-    save(module.state_dict(), file.path)
+    output = ModelOutput.within(directory)
+    save(module.state_dict(), output.path)
     with torch.no_grad():
         module.to(device="meta")
-    return open_safetensors(file.path, keep_alive=file)
+    return output.finish(open_safetensors(output.path))

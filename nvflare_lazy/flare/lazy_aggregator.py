@@ -30,11 +30,11 @@ from nvflare_lazy.aggregation import ParamsType as ParamsKind
 from nvflare_lazy.errors import NothingToAggregateError, ResultMismatchError, TooFewResultsError
 from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.apply_update import ModelUpdate
-from nvflare_lazy.flare.outgoing import Outgoing
+from nvflare_lazy.flare.model_output import ModelOutput
 from nvflare_lazy.flare.result_validation import CLIENT_NAME, RoundResults, client_of
 from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET
 from nvflare_lazy.flare.weights import as_weights, holds_arrays, is_lazy
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.transport.registration import register
 
 logger = logging.getLogger(__name__)
@@ -174,25 +174,23 @@ class LazyAggregator(ModelAggregator):
         self._warn_if_in_memory(params)
         numpy = any(holds_arrays(tensors) for tensors in params.values())
         base = self._global_weights()
-        outgoing = Outgoing.of(self.fl_ctx)
-        place = outgoing.new(self._expected_bytes(params))
+        output = ModelOutput.of(self.fl_ctx, self._expected_bytes(params))
         try:
             result = self._aggregation(kind).run(
-                params, place.path, weights=results.weights, reference=base, cancel=self._cancelled, keep_alive=place
+                params, output.path, weights=results.weights, reference=base, cancel=self._cancelled
             )
         except NothingToAggregateError as error:
             raise TooFewResultsError(f"round {self._round_number()} has no usable results: {error}") from error
-        outgoing.written(place)
+        tensors = output.finish(result.tensors)
         for client, reason in result.report.left_out.items():
             self._skip(client, str(reason))
         aggregated = list(result.report.contributors)
         if len(aggregated) < self.min_results:
             found = f"round {self._round_number()} has {len(aggregated)} usable results"
             raise TooFewResultsError(f"{found}, and min_results is {self.min_results}")
-        tensors = result.tensors
         if kind == "DIFF" or self._step.optimizes:
             tensors = self._step.take(
-                base or {}, tensors, kind, outgoing, self._round_number(), memory_budget=self.budget
+                base or {}, tensors, kind, self.fl_ctx, self._round_number(), memory_budget=self.budget
             )
         metrics = results.mean_metrics(aggregated, self._warn_metric)
         self._publish_stats(params, aggregated, result.report)

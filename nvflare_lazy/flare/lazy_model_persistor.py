@@ -36,7 +36,7 @@ from nvflare_lazy.formats import open_safetensors
 from nvflare_lazy.transport.registration import register
 
 if TYPE_CHECKING:
-    from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+    from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 
 MODEL_NAME = "FL_global_model.safetensors"
 BEST_NAME = "best_FL_global_model.safetensors"

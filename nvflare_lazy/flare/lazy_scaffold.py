@@ -22,7 +22,7 @@ from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.apply_update import ModelUpdate
 from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
 from nvflare_lazy.flare.malloc_tuning import trim_malloc
-from nvflare_lazy.flare.outgoing import Outgoing
+from nvflare_lazy.flare.model_output import ModelOutput
 from nvflare_lazy.flare.result_validation import client_of, find_mismatch, steps_of
 from nvflare_lazy.flare.weights import as_weights, entries_of, holds_arrays
 from nvflare_lazy.tensors.byte_source import ZeroSource
@@ -119,17 +119,14 @@ class LazyScaffold(Scaffold):
 
     def _moved(self, changes: Mapping[str, tuple[dict[str, Any], float]]) -> dict[str, Any]:
         """Return the control variates after the round."""
-        outgoing = Outgoing.of(self.fl_ctx)
-        nbytes = sum(int(value.nbytes) for value in self._controls.values())
-        place = outgoing.new(nbytes)
+        output = ModelOutput.of(self.fl_ctx, sum(int(value.nbytes) for value in self._controls.values()))
         budget = self._aggregator.budget
         mean = Aggregation(memory_budget=budget, params_type="DIFF", on_mismatch="leave_out", durable=False).run(
             {client: change for client, (change, _) in changes.items()},
-            place.path,
+            output.path,
             weights={client: weight for client, (_, weight) in changes.items()},
             reference=self._controls,
-            keep_alive=place,
         )
-        outgoing.written(place)
-        moved = self._add.take(self._controls, mean.tensors, "DIFF", outgoing, self.current_round, memory_budget=budget)
+        change = output.finish(mean.tensors)
+        moved = self._add.take(self._controls, change, "DIFF", self.fl_ctx, self.current_round, memory_budget=budget)
         return as_weights(moved.entries, numpy=holds_arrays(self._controls))

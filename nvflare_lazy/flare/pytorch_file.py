@@ -16,8 +16,8 @@ import torch
 from nvflare_lazy.flare.checkpoint_store import json_part
 from nvflare_lazy.flare.initial_model import NVFLARE_SECTION
 from nvflare_lazy.formats.atomic_file import sync_directory
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.entry import TensorEntry
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 
 # As `PTModelPersistenceFormatManager` calls it.
 _META = "meta_props"

@@ -5,13 +5,13 @@ Works without NVFlare. What the transport receives, the aggregation writes and t
 """
 
 from nvflare_lazy.formats.lazy_data import LazyDataSource, LegacyMultiStorageSource, ZipSource, open_pytorch
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.opening import open
 from nvflare_lazy.formats.safetensors_header import SafetensorsHeader, parse_message, read_header
 from nvflare_lazy.formats.safetensors_layout import StateDictMeta, TensorMeta
 from nvflare_lazy.formats.safetensors_reader import open_safetensors
 from nvflare_lazy.formats.stream_saver import collect_state_dict_meta, save, save_safetensors_streaming
 from nvflare_lazy.formats.streaming_writer import StreamingWriter
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.tensor_file import StoredTensor
 
 __all__ = [
@@ -33,5 +33,3 @@ __all__ = [
     "save",
     "save_safetensors_streaming",
 ]
-
-LazyTensorDict.open_files_with(lambda path: open(path).entries)

@@ -67,6 +67,7 @@ class AtomicFile:
         self._lock = threading.Lock()
         self._users = 0
         self._unflushed = 0
+        self._published = False
         self._closed = False
 
     def reserve(self, nbytes: int) -> None:
@@ -99,7 +100,9 @@ class AtomicFile:
             os.fsync(fd)
 
     def appear(self, name: str | None = None) -> str:
-        """Give the file its name, or another one in the same directory, in place of what had that name before.
+        """Give the file its name, or another one in the same directory, and replace what had that name before.
+
+        Writing to it raises from then on.
 
         Returns:
             Where it is.
@@ -115,8 +118,13 @@ class AtomicFile:
                 with suppress(OSError):
                     os.unlink(hidden)
                 raise
-        self.close()
+            self._published = True
+        self.path = target
         return target
+
+    def duplicate(self) -> int:
+        """Return one more descriptor of the file, for reading it after `close()`; the caller closes it."""
+        return os.dup(self._fd)
 
     def has_appeared(self) -> bool:
         """Whether the file is what its own name stands for now."""
@@ -142,7 +150,7 @@ class AtomicFile:
     def descriptor(self) -> Iterator[int]:
         """Lend the descriptor: it stays open until the block is left. A full disk is called by its name there."""
         with self._lock:
-            if self._closed:
+            if self._closed or self._published:
                 raise SaveError(f"{self.path}: a write after the save ended or was called off")
             self._users += 1
         try:

@@ -12,9 +12,9 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NoReturn
 
 from nvflare_lazy.errors import MissingShardError, ShardError, UnknownFormatError
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.shard_index import agreed, is_index
 from nvflare_lazy.formats.shard_names import INDEX_SUFFIX, SUFFIX, ShardName, parse_shard_name, stem_of
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 
 if TYPE_CHECKING:
     from collections.abc import Callable

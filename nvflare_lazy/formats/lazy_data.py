@@ -12,12 +12,12 @@ from nvflare_lazy.errors import ArchiveError
 from nvflare_lazy.formats.checkpoint_entries import EntryMaker
 from nvflare_lazy.formats.checkpoint_tree import CheckpointTree, select
 from nvflare_lazy.formats.data_source import LazyDataSource
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.legacy_source import MAGIC_FORMS, LegacyMultiStorageSource
 from nvflare_lazy.formats.tar_archive import BLOCK, is_tar_header
 from nvflare_lazy.formats.tar_source import TarSource
 from nvflare_lazy.formats.zip_archive import MAGIC
 from nvflare_lazy.formats.zip_source import ZipSource
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:

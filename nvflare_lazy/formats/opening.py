@@ -13,11 +13,11 @@ import stat
 from nvflare_lazy.errors import MissingShardError, SectionError, UnknownFormatError
 from nvflare_lazy.formats.checkpoint_directory import open_directory
 from nvflare_lazy.formats.lazy_data import open_pytorch, sniff_pytorch
-from nvflare_lazy.formats.safetensors_header import MAX_HEADER_BYTES, PREFIX_BYTES, read_header
-from nvflare_lazy.formats.safetensors_reader import entries_of
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.formats.safetensors_header import MAX_HEADER_BYTES, PREFIX_BYTES
+from nvflare_lazy.formats.safetensors_reader import open_safetensors
 from nvflare_lazy.formats.shard_index import WEIGHT_MAP, open_index
 from nvflare_lazy.formats.shard_names import INDEX_SUFFIX, index_of
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 # Far enough into an index to come across its weight map, behind whatever metadata it has.
@@ -86,8 +86,7 @@ def _open_file(path: str, section: str | None, *, is_shard: bool) -> LazyTensorD
     file.read_into(memoryview(head), 0)
     if _is_safetensors(head):
         _refuse_section(path, section)
-        header = read_header(file)
-        return LazyTensorDict.from_entries(entries_of(file, header), metadata=header.metadata)
+        return open_safetensors(path, file)
     if sniff_pytorch(bytes(head[:512]), file) is not None:
         return open_pytorch(path, file, section)
     if not is_shard and _is_index(head, path):

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def publish_file(file: AtomicFile) -> str:
-    """Let a checkpoint of one file appear, in place of whatever checkpoint had its name; return where it is."""
+def publish_file(file: AtomicFile) -> None:
+    """Publish a checkpoint of one file, and replace whatever checkpoint had its name."""
     if file.durable:
         file.sync()
     with _locked(file.directory):
@@ -35,19 +35,15 @@ def publish_file(file: AtomicFile) -> str:
         sync_directory(file.directory)
         # A single file counts before shards and index of its name, so those are garbage from here on.
         _remove_garbage(file.directory, [*_shards_of(file.path), os.path.basename(index_of(file.path))])
-    return file.path
 
 
-def publish_shards(shards: Sequence[tuple[AtomicFile, Iterable[str]]], path: str, total_size: int) -> str:
-    """Let a checkpoint of several files appear, in place of whatever checkpoint had its name.
+def publish_shards(shards: Sequence[tuple[AtomicFile, Iterable[str]]], path: str, total_size: int) -> None:
+    """Publish a checkpoint of several files, and replace whatever checkpoint had its name.
 
     Args:
         shards: The files, and the names of the tensors in each.
         path: What the checkpoint is called as a whole.
         total_size: Bytes of all tensors, for the index.
-
-    Returns:
-        Where its index is.
     """
     for file, _ in shards:
         if file.durable:
@@ -75,7 +71,6 @@ def publish_shards(shards: Sequence[tuple[AtomicFile, Iterable[str]]], path: str
             else:
                 _remove_garbage(directory, names)
         sync_directory(directory)
-    return index.path
 
 
 def _index_text(weight_map: dict[str, str], total_size: int) -> bytes:

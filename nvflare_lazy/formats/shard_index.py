@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import MissingShardError, SafetensorsError, ShardError, ShardIndexError
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.strict_json import JsonCursor
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ import torch
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import MetadataMismatchError, UnserializableTensorError, UnsupportedDtypeError
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.safetensors_layout import StateDictMeta, TensorMeta, in_file_order
 from nvflare_lazy.formats.streaming_writer import StreamingWriter
 from nvflare_lazy.formats.tensor_content import bytes_of, meta_of
 from nvflare_lazy.tensors.converted_sources import CastSource
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -76,7 +76,8 @@ def save(
             writer.copy(meta.name, source, progress)
             if isinstance(source, CastSource) and source.overflows:
                 overflows[meta.name] = source.overflows
-        saved = writer.commit()
+        writer.commit()
+    saved = writer.checkpoint_path
     if overflows:
         logger.warning(
             "%s: %d values, in %d tensors (%s the first), are too large for %s: they became infinite or its largest",
@@ -122,7 +123,7 @@ def save_safetensors_streaming(
         missing = next(expected, None)
         if missing is not None:
             raise MetadataMismatchError(f"{target}: {quoted(missing.name)} and what follows it never came")
-        return str(writer.commit())
+    return writer.path
 
 
 def collect_state_dict_meta(tensor_iter: Iterable[tuple[str, torch.Tensor]]) -> StateDictMeta:

@@ -21,9 +21,11 @@ from nvflare_lazy.formats.copying import TILE_BYTES, copy_into
 from nvflare_lazy.formats.publishing import publish_file, publish_shards
 from nvflare_lazy.formats.safetensors_header import encode_header, end_of
 from nvflare_lazy.formats.safetensors_layout import TensorMeta, in_file_order, split_into_shards
+from nvflare_lazy.formats.shard_names import index_of
 from nvflare_lazy.formats.written_ranges import WrittenRanges
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.strided_source import StridedSource
+from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,7 +85,7 @@ class StreamingWriter:
         self._lock = threading.Lock()
         self._tiles = threading.local()
         self._failure: Exception | None = None
-        self._committed: Path | None = None
+        self._committed = False
         with ExitStack() as undo:
             undo.callback(self.abort)
             for shard in _shards(self.path, state_dict_meta, max_shard_size):
@@ -139,23 +141,31 @@ class StreamingWriter:
             else:
                 copy_into(place.file, place.offset, source, self._tile(source), written)
 
-    def commit(self) -> Path:
-        """Let the checkpoint appear, once all of its bytes are there and on the disk.
+    @property
+    def checkpoint_path(self) -> Path:
+        """What to open after the commit: the file, or the index of the shards."""
+        return Path(self.path if len(self._shards) == 1 else index_of(self.path))
+
+    def commit(self) -> list[TensorFile]:
+        """Publish the checkpoint, once all of its bytes are there and on the disk.
 
         Returns:
-            Where it is: the file, or the index of the shards.
+            The files, open, with their contents.
         """
-        if self._committed is None:
-            try:
-                self._check_complete()
-                if len(self._shards) == 1:
-                    self._committed = Path(publish_file(self._shards[0][0]))
-                else:
-                    total_size = sum(place.nbytes for place in self._places.values())
-                    self._committed = Path(publish_shards(self._shards, self.path, total_size))
-            finally:
-                self.abort()
-        return self._committed
+        try:
+            self._check_complete()
+            if len(self._shards) == 1:
+                publish_file(self._shards[0][0])
+            else:
+                publish_shards(self._shards, self.path, sum(place.nbytes for place in self._places.values()))
+            self._committed = True
+            files = []
+            for file, contents in self._shards:
+                files.append(TensorFile(file.path, descriptor=file.duplicate(), contents=contents))
+                file.close()
+            return files
+        finally:
+            self.abort()
 
     def abort(self) -> None:
         """Remove what was written. Does nothing after a commit, or a second time."""
@@ -168,10 +178,10 @@ class StreamingWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.commit()
-        else:
+        if kind is not None:
             self.abort()
+        elif not self._committed:
+            self.commit()
 
     @contextmanager
     def _remembering_failure(self) -> Iterator[None]:

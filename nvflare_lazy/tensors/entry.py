@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,11 +24,15 @@ from nvflare_lazy.tensors.converted_sources import ByteSwappedSource
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.strided_source import StridedSource
+from nvflare_lazy.tensors.tensor_file import FileSource
 from nvflare_lazy.tensors.tensor_memory import storage_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.dtypes import ElementType
+    from nvflare_lazy.tensors.tensor_file import StoredTensor, TensorFile
 
 
 # Two threads that ask for the same entry get the same tensor. Reentrant, because the garbage collector may run here.
@@ -213,3 +218,48 @@ def _tensor_rows(tensor: torch.Tensor) -> ByteSource:
         return LazyTensor.from_tensor(tensor).source
     except (RuntimeError, ValueError) as error:
         raise UnsupportedTensorError(f"a {type(tensor).__name__} cannot be read: {error}") from None
+
+
+def entries_of(file: TensorFile) -> dict[str, TensorEntry]:
+    """Return the entries of all tensors of a file with known contents, in the order of their bytes.
+
+    They are made on demand and never kept by the file, which they refer to.
+    """
+    return {
+        name: TensorEntry(FileSource(file, stored.offset, stored.nbytes), *_geometry(stored))
+        for name, stored in (file.contents or {}).items()
+    }
+
+
+def file_holding(values: Mapping[str, object]) -> TensorFile | None:
+    """Return the file whose contents are these lazy tensors or arrays and no others, or None, without any I/O."""
+    entries = {}
+    for name, value in values.items():
+        if not isinstance(value, (LazyTensor, LazyArray)):
+            return None
+        entries[name] = entry_of(value)
+    files = {found[0] for entry in entries.values() if (found := entry.source.file_range()) is not None}
+    if len(files) != 1:
+        return None
+    (file,) = files
+    if file.contents is None or file.contents.keys() != entries.keys():
+        return None
+    for name, entry in entries.items():
+        stored = file.contents[name]
+        if (entry.element_type, entry.shape) != _geometry(stored):
+            return None
+        if stored.nbytes and entry.source.file_range() != (file, stored.offset):
+            return None
+    return file
+
+
+def _geometry(stored: StoredTensor) -> tuple[ElementType, tuple[int, ...]]:
+    """Return element type and shape as torch counts them; the type without its dtype if torch cannot hold it."""
+    element_type, shape, _, _ = stored
+    if element_type.torch is None or element_type.packed != 1:
+        # The header counts elements, torch counts the bytes that several of them share.
+        if element_type.torch is not None and shape and shape[-1] % element_type.packed == 0:
+            shape = (*shape[:-1], shape[-1] // element_type.packed)
+        else:
+            element_type = replace(element_type, torch=None, packed=1)
+    return element_type, shape

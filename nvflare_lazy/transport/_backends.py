@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from nvflare_lazy.errors import UnsupportedDtypeError
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.entry import TensorEntry, array_rows, entry_of
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.tensor_memory import storage_bytes
 from nvflare_lazy.transport.nvflare_items.format import pack_array, pack_tensor, unpack_arrays, unpack_tensors
 
@@ -132,7 +132,9 @@ class TorchFamily(Family):
             name: TensorEntry(source, dtypes.by_torch(dtype), shape)
             for name, (source, dtype, shape) in received.items()
         }
-        return LazyTensorDict.from_entries(entries, keep_alive=owner)
+        tensors = LazyTensorDict.from_entries(entries)
+        tensors.own(owner)
+        return tensors
 
     def unknown(self) -> tuple[torch.dtype, tuple[int, ...]]:
         return torch.float32, (1,)

@@ -111,9 +111,8 @@ class DiskConsumer(PayloadConsumer):
         with self._lock:
             if self._cleaned:
                 raise TransferAbortedError(f"the download from {self._peer} was called off")
-            if self._shards is None:
+            if not isinstance(self._shards, AppendingShards):
                 self._shards = AppendingShards(self.family, self.directory)
-            assert isinstance(self._shards, AppendingShards)
             for item in items:
                 for name, dtype, shape, data in self.family.unpack_item(item, self._peer):
                     self._shards.append(name, dtype, shape, data)

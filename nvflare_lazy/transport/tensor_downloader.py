@@ -9,8 +9,8 @@ from __future__ import annotations
 import tempfile
 from typing import TYPE_CHECKING, Any, cast
 
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.scratch import current_job_scratch
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport._backends import TORCH
 from nvflare_lazy.transport._disk_consumer import DiskConsumer, cleanup_active_disk_tensor_downloads, receive_to_disk

@@ -393,8 +393,8 @@ class TestRelease:
         result = aggregate(contributions, out, release=lambda name: contributions[name].cleanup())
         assert np.isfinite(flat(result)).all()
 
-    def test_keep_alive(self, out):
-        """What the result was given to hold lives as long as it does."""
+    def test_the_result_releases_its_owner(self, out):
+        """`cleanup()` releases what the result owns."""
 
         class Lease:
             released = False
@@ -403,7 +403,8 @@ class TestRelease:
                 self.released = True
 
         lease = Lease()
-        result = aggregate({"a": ones(w=((2,), 1.0))}, out, keep_alive=lease)
+        result = aggregate({"a": ones(w=((2,), 1.0))}, out)
+        result.own(lease)
         assert not lease.released
         result.cleanup()
         assert lease.released

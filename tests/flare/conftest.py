@@ -92,9 +92,9 @@ def result(scratch) -> Callable[..., FLModel]:
         place = scratch.download(client)
         path = save({name: torch.as_tensor(value) for name, value in tensors.items()}, place.path / "r.safetensors")
         meta = {"client_name": client, "NUM_STEPS_CURRENT_ROUND": steps}
-        return FLModel(
-            params=dict(open_safetensors(path, keep_alive=place)), params_type=kind, metrics=metrics, meta=meta
-        )
+        tensors = open_safetensors(path)
+        tensors.own(place)
+        return FLModel(params=dict(tensors), params_type=kind, metrics=metrics, meta=meta)
 
     return make
 

@@ -21,6 +21,7 @@ from nvflare_lazy.errors import JobCheckpointError
 from nvflare_lazy.flare import LazyAggregator, LazyModelLocator, LazyModelPersistor
 from nvflare_lazy.flare.checkpoint_store import RECORD_NAME, CheckpointStore
 from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, MODEL_NAME
+from nvflare_lazy.formats import safetensors_header
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from tests.flare.conftest import files_below
@@ -162,6 +163,26 @@ def test_what_aggregation_wrote_is_the_checkpoint(start, fl_ctx, result, tmp_pat
     written = Path(weights(fl_ctx)["layer.bias"].source.file_range()[0].path)
     assert len({path.stat().st_ino for path in [written, *names]}) == 1
     assert nvflare_lazy.open(app / MODEL_NAME)["layer.bias"].tolist() == [1.0]
+
+
+def test_the_header_of_an_aggregate_is_not_read_again(start, fl_ctx, result, monkeypatch):
+    """The process that wrote a file knows its contents: only the client's result is parsed in this round."""
+    persistor = start(model=Small())
+    parsed = []
+    parse = safetensors_header.parse_header
+    monkeypatch.setattr(
+        safetensors_header, "parse_header", lambda text, where: parsed.append(Path(where).name) or parse(text, where)
+    )
+    round_of(persistor, fl_ctx, result, 0, 1.0)
+    assert parsed == ["r.safetensors"]
+
+
+def test_an_aggregate_goes_with_its_last_tensor(start, fl_ctx, result, tmp_path, no_gc):
+    """At once, without a garbage collection: only its names as a checkpoint remain."""
+    persistor = start(model=Small())
+    for number in range(2):
+        round_of(persistor, fl_ctx, result, number, float(number))
+        assert len(files_below(tmp_path / "app" / ".incoming")) == 1
 
 
 def test_the_best_model_stays_when_the_last_one_goes_on(start, fl_ctx, result, tmp_path):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.tensor_memory import storage_bytes
 
 FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

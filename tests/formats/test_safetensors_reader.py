@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -154,24 +153,6 @@ def test_replaced_file_is_still_the_old_one(tmp_path: Path) -> None:
     save({"a": torch.tensor(2)}, path)
     assert old["a"].item() == 1
     assert open_safetensors(path)["a"].item() == 2
-
-
-def test_keep_alive(tmp_path: Path, no_gc: None) -> None:
-    """What the file belongs to lives as long as a tensor of the file."""
-
-    class Lease:
-        pass
-
-    path = tmp_path / "m.safetensors"
-    save({"a": torch.tensor(1)}, path)
-    lease = Lease()
-    alive = weakref.ref(lease)
-    lazy = open_safetensors(path, keep_alive=lease)
-    tensor = lazy["a"]
-    del lazy, lease
-    assert alive() is not None
-    del tensor
-    assert alive() is None
 
 
 def test_nvflare_compatible_constructor(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 import nvflare_lazy
 from nvflare_lazy import _system
 from nvflare_lazy.errors import MetadataMismatchError, SaveError, SourceError
-from nvflare_lazy.formats import StreamingWriter, TensorMeta, copying, save
+from nvflare_lazy.formats import LazyTensorDict, StreamingWriter, TensorMeta, copying, read_header, save
 from nvflare_lazy.formats.written_ranges import WrittenRanges
 from nvflare_lazy.tensors.byte_source import FailedSource, MemorySource
-from nvflare_lazy.tensors.tensor_file import open_source
+from nvflare_lazy.tensors.tensor_file import TensorFile, open_source
 
 META = [TensorMeta("w", "F32", [300, 1000]), TensorMeta("b", "I64", [7]), TensorMeta("e", "U8", [0])]
 
@@ -57,15 +57,33 @@ def test_tiles_from_many_threads(tmp_path: Path, max_shard_size: int | None) -> 
     assert all(torch.equal(written[name].materialize(), tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.parametrize("max_shard_size", [None, 8])
+def test_a_commit_returns_open_files_with_their_contents(tmp_path: Path, max_shard_size: int | None) -> None:
+    """What the writer says of a file is what a reader finds in it, and a replaced file stays readable."""
+    meta = [TensorMeta("a", "U8", [6]), TensorMeta("b", "F32", [1])]
+    with StreamingWriter(tmp_path / "m", meta, max_shard_size=max_shard_size) as writer:
+        writer.write("a", 0, b"abcdef")
+        writer.write("b", 0, bytes(4))
+        committed = writer.commit()
+    assert len(committed) == (1 if max_shard_size is None else 2)
+    for file in committed:
+        assert file.contents == read_header(TensorFile(file.path)).tensors
+        assert file.is_still_at(file.path)
+    tensors = LazyTensorDict.from_files(committed)
+    save({"a": torch.zeros(1)}, writer.checkpoint_path, max_shard_size=max_shard_size)
+    assert bytes(tensors["a"].tolist()) == b"abcdef"
+
+
 def test_nothing_is_seen_before_the_end(tmp_path: Path) -> None:
     """Until the commit there is no file of any name; after it there is one."""
     with StreamingWriter(tmp_path / "m", [TensorMeta("a", "U8", [3])]) as writer:
         writer.write("a", 1, b"bc")
         writer.write("a", 0, b"a")
         assert files(tmp_path) == []
-        assert writer.commit() == tmp_path / "m"
+        assert [file.path for file in writer.commit()] == [str(tmp_path / "m")]
         assert files(tmp_path) == ["m"]
-        assert writer.commit() == tmp_path / "m"
+        with pytest.raises(SaveError, match="after the save ended"):
+            writer.commit()
     assert bytes(load_file(tmp_path / "m")["a"]) == b"abc"
 
 

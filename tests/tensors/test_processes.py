@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from nvflare_lazy.errors import SourceReleasedError
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.dtypes import by_torch
 from nvflare_lazy.tensors.entry import TensorEntry
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.tensor_file import FileSource, TemporaryPath, TensorFile
 
 VALUES = torch.arange(1 << 14, dtype=torch.float32)
@@ -33,13 +33,15 @@ def path(tmp_path):
     return tmp_path / "data"
 
 
-def tensors(path, keep_alive=None) -> LazyTensorDict:
+def tensors(path, owner=None) -> LazyTensorDict:
     """Twelve overlapping tensors of 32 × 32."""
     file = TensorFile(path)
     entries = {
         str(i): TensorEntry(FileSource(file, i * 1024, 4096), by_torch(torch.float32), (32, 32)) for i in range(12)
     }
-    return LazyTensorDict.from_entries(entries, keep_alive=keep_alive)
+    made = LazyTensorDict.from_entries(entries)
+    made.own(owner)
+    return made
 
 
 def expected(i: int) -> torch.Tensor:
@@ -188,7 +190,7 @@ def test_interpreter_shutdown(path):
         import torch
         from nvflare_lazy.tensors.tensor_file import open_source
         from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-        from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
+        from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
         from nvflare_lazy.tensors.dtypes import by_torch
         from nvflare_lazy.tensors.entry import TensorEntry
         source = open_source({str(path)!r})

@@ -15,11 +15,11 @@ from nvflare.fuel.f3.streaming.download_service import DownloadService, Download
 from nvflare.fuel.f3.streaming.obj_downloader import ObjectDownloader
 
 from nvflare_lazy.errors import ProtocolError, TransferAbortedError, UnsupportedDtypeError, UnsupportedTensorError
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.safetensors_header import parse_message
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.transport import _received_files as shards
 from nvflare_lazy.transport._backends import NUMPY, TORCH
 from nvflare_lazy.transport._disk_consumer import UnmanagedDirectory

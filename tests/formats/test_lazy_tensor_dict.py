@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 
 import nvflare_lazy
 from nvflare_lazy.errors import SourceReleasedError
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.dtypes import by_torch
 from nvflare_lazy.tensors.entry import TensorEntry
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.tensors.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
 
 
@@ -35,7 +35,7 @@ class Lease:
         self.released += 1
 
 
-def make(tmp_path, keep_alive=None) -> LazyTensorDict:
+def make(tmp_path, owner=None) -> LazyTensorDict:
     path = tmp_path / "data"
     torch.arange(20, dtype=torch.float32).numpy().tofile(path)
     file = TensorFile(path)
@@ -44,7 +44,9 @@ def make(tmp_path, keep_alive=None) -> LazyTensorDict:
         "b": TensorEntry(FileSource(file, 40, 40), by_torch(torch.float32), (5, 2), (1, 5), 0),
     }
     entries["tied"] = entries["a"]
-    return LazyTensorDict.from_entries(entries, metadata={"k": "v"}, extras={"epoch": 3}, keep_alive=keep_alive)
+    made = LazyTensorDict.from_entries(entries, metadata={"k": "v"}, extras={"epoch": 3})
+    made.own(owner)
+    return made
 
 
 def test_is_a_mapping(tmp_path):

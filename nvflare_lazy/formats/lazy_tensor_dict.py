@@ -10,21 +10,18 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from importlib import import_module
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from nvflare_lazy.errors import SourceReleasedError
+from nvflare_lazy.formats.safetensors_header import read_header
 from nvflare_lazy.tensors.byte_source import FailedSource
-from nvflare_lazy.tensors.entry import TensorEntry
-from nvflare_lazy.tensors.tensor_file import TemporaryPath
+from nvflare_lazy.tensors.entry import TensorEntry, entries_of
+from nvflare_lazy.tensors.tensor_file import TemporaryPath, TensorFile
 
 if TYPE_CHECKING:
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-    from nvflare_lazy.tensors.tensor_file import TensorFile
-
-FileOpener = Callable[[str], Mapping[str, TensorEntry]]
 
 
 @runtime_checkable
@@ -48,18 +45,30 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
         >>> model.load_state_dict(tensors)  # one tensor at a time
     """
 
-    _open_file: ClassVar[FileOpener | None] = None
-
     def __init__(
         self, key_to_file: Mapping[str, tuple[str, str]], temp_dir: str | os.PathLike[str] | None = None
     ) -> None:
-        if LazyTensorDict._open_file is None:
-            # The package of file formats builds on this one, so it says at its import how files are opened.
-            import_module("nvflare_lazy.formats")
-        assert LazyTensorDict._open_file is not None
-        files = {path: LazyTensorDict._open_file(path) for path in {path for path, _ in key_to_file.values()}}
-        entries = {name: files[path][key] for name, (path, key) in key_to_file.items()}
-        self._set(entries, {}, {}, None if temp_dir is None else TemporaryPath(temp_dir))
+        files = {}
+        for path in {path for path, _ in key_to_file.values()}:
+            file = TensorFile(path)
+            file.contents = read_header(file).tensors
+            files[path] = entries_of(file)
+        self._set({name: files[path][key] for name, (path, key) in key_to_file.items()}, {}, {})
+        if temp_dir is not None:
+            self.own(TemporaryPath(temp_dir))
+
+    @classmethod
+    def from_files(cls, files: Iterable[TensorFile], *, metadata: Mapping[str, str] | None = None) -> LazyTensorDict:
+        """Make one of all tensors in some files.
+
+        Args:
+            files: Files with known contents, of which no two have a tensor of the same name.
+            metadata: Text that is stored with the tensors.
+        """
+        entries: dict[str, TensorEntry] = {}
+        for file in files:
+            entries.update(entries_of(file))
+        return cls.from_entries(entries, metadata=metadata)
 
     @classmethod
     def from_entries(
@@ -68,7 +77,6 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
         *,
         metadata: Mapping[str, str] | None = None,
         extras: Mapping[str, Any] | None = None,
-        keep_alive: object = None,
     ) -> LazyTensorDict:
         """Make one from recipes.
 
@@ -76,31 +84,19 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
             entries: The recipes by name.
             metadata: Text that came with the tensors (`__metadata__` of a safetensors file).
             extras: Whatever else a checkpoint held beside its tensors.
-            keep_alive: Anything that must live as long as this dictionary or a tensor from it, such as the lease of
-                the directory the bytes are in. `cleanup()` releases it if it is `Releasable`.
         """
         made = cls.__new__(cls)
-        made._set(dict(entries), metadata or {}, extras or {}, keep_alive)
+        made._set(dict(entries), metadata or {}, extras or {})
         return made
-
-    @classmethod
-    def open_files_with(cls, opener: FileOpener) -> None:
-        """Say how a file is opened that the constructor is given by path."""
-        cls._open_file = staticmethod(opener)
 
     def _set(
         self,
         entries: dict[str, TensorEntry],
         metadata: Mapping[str, str],
         extras: Mapping[str, Any],
-        keep_alive: object,
     ) -> None:
         self._entries = entries
-        self._keep_alive = keep_alive
-        if keep_alive is not None:
-            # A tensor may outlive this dictionary, and it holds on to its file.
-            for file in _files(entries):
-                file.own(keep_alive)
+        self._owners: list[object] = []
         self._lock = threading.Lock()
         self.metadata: Mapping[str, str] = MappingProxyType(dict(metadata))
         self.extras: Mapping[str, Any] = MappingProxyType(dict(extras))
@@ -117,6 +113,21 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
 
     def __getitem__(self, key: str) -> LazyTensor:
         return self._entries[key].lazy()
+
+    def files(self) -> set[TensorFile]:
+        """Return the open files that the tensors are read from."""
+        return _files(self._entries)
+
+    def own(self, owner: object) -> None:
+        """Keep an object alive for as long as this dictionary or a tensor from it.
+
+        Args:
+            owner: For example the scratch of the files. `cleanup()` releases it if it is `Releasable`.
+        """
+        self._owners.append(owner)
+        # A tensor may outlive this dictionary, and it refers to its file.
+        for file in self.files():
+            file.own(owner)
 
     def make_lazy_ref(self, key: str) -> LazyTensor:
         """Return the tensor; it keeps the files alive on its own, without this dictionary."""
@@ -151,15 +162,16 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
         Reading one of those raises `SourceReleasedError` from then on. A second call does nothing.
         """
         with self._lock:
-            entries, self._keep_alive, keep_alive = self._entries, None, self._keep_alive
+            entries, owners, self._owners = self._entries, self._owners, []
             gone = SourceReleasedError("this tensor was released by cleanup(): materialize() what is needed before")
             self._entries = {
                 name: entry.over(FailedSource(entry.source.nbytes, gone)) for name, entry in entries.items()
             }
         for file in _files(entries):
             file.close()
-        if isinstance(keep_alive, Releasable):
-            keep_alive.release()
+        for owner in owners:
+            if isinstance(owner, Releasable):
+                owner.release()
 
 
 def _files(entries: Mapping[str, TensorEntry]) -> set[TensorFile]:

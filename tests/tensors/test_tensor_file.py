@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contents of a file, and whether a model is exactly one file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nvflare_lazy.formats import open_safetensors, save
+from nvflare_lazy.tensors.byte_source import MemorySource
+from nvflare_lazy.tensors.entry import file_holding
+from nvflare_lazy.tensors.lazy_array import LazyArray
+from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+from nvflare_lazy.tensors.tensor_file import TensorFile
+
+TENSORS = {"a": torch.ones(2, 3), "b": torch.arange(6, dtype=torch.float32), "empty": torch.ones(0, 4)}
+
+
+@pytest.fixture
+def model(tmp_path):
+    return open_safetensors(save(TENSORS, tmp_path / "m.safetensors"))
+
+
+def test_the_file_of_a_model(model):
+    """Tensors or arrays, in any order."""
+    (file,) = model.files()
+    assert file_holding({name: model[name] for name in reversed([*model])}) is file
+    assert file_holding({name: entry.array() for name, entry in model.entries.items()}) is file
+
+
+def other(**values: Any):
+    return lambda model: {**model, **values}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda model: {},
+        lambda model: {"a": model["a"], "b": model["b"]},
+        lambda model: {"a": model["b"], "b": model["a"], "empty": model["empty"]},
+        lambda model: {**model, "a": model["a"].reshape(3, 2)},
+        lambda model: {**model, "a": model["b"].reshape(2, 3)},
+        lambda model: {**model, "a": model["a"].view(torch.int32)},
+        lambda model: {**model, "a": LazyArray(model["a"].source, np.dtype(">f4"), (2, 3))},
+        lambda model: {**model, "empty": LazyTensor(MemorySource(b""), torch.float32, (0, 5))},
+        other(c=torch.ones(1)),
+        other(a=TENSORS["a"]),
+        other(a=LazyTensor(MemorySource(bytes(24)), torch.float32, (2, 3))),
+        other(a=np.ones((2, 3), np.float32)),
+        other(a=None),
+    ],
+)
+def test_other_models_have_no_file(model, changed):
+    """Another name, type, shape, position or file, and bytes that are not in a file."""
+    assert file_holding(changed(model)) is None
+
+
+def test_a_file_without_contents(tmp_path, model):
+    """A received file is not recognised: its contents are not known."""
+    (file,) = model.files()
+    file.contents = None
+    assert file_holding(model) is None
+
+
+def test_still_at(tmp_path):
+    """By device and inode, not by name; a closed file is nowhere."""
+    path = tmp_path / "file"
+    path.write_bytes(b"1")
+    file = TensorFile(path)
+    (tmp_path / "link").hardlink_to(path)
+    assert file.is_still_at(tmp_path / "link")
+    path.unlink()
+    assert not file.is_still_at(path)
+    path.write_bytes(b"1")
+    assert not file.is_still_at(path)
+    file.close()
+    assert not file.is_still_at(tmp_path / "link")
