@@ -135,9 +135,9 @@ def test_files_are_recycled_once_their_tensors_are_gone(tmp_path, no_gc):
         kept = tensors["a"][:2]
         del consumer, tensors
         assert torch.equal(kept, torch.ones(2))
-        assert not (job.path / "spare").exists()
+        assert not (job.path / "recycled").exists()
         del kept
-        assert len(list((job.path / "spare").iterdir())) == 1
+        assert len(list((job.path / "recycled").iterdir())) == 1
 
 
 # ---- to memory, by items -------------------------------------------------------------------------------------------
