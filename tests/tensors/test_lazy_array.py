@@ -99,15 +99,15 @@ def test_gives_what_the_loaded_array_gives(use, which):
 @pytest.mark.parametrize(
     "dtype", ["?", "u1", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16", ">f4", "M8[s]", "S3"]
 )
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (4, 6)], ids=str)
-def test_every_dtype_and_shape_loads(dtype, shape):
+def test_every_dtype_loads(dtype):
     """All dtypes with bytes of their own, 0-d and empty arrays included."""
-    array = np.zeros(shape, dtype) if np.dtype(dtype).kind in "MS" else np.ones(shape, dtype)
-    made = lazy(array)
-    for got in (made.materialize(), made.copy(), copy.deepcopy(made), np.asarray(made)):
-        assert_same(got, array)
-    # NumPy pickles big-endian arrays as little-endian ones.
-    assert_same(pickle.loads(pickle.dumps(made)), pickle.loads(pickle.dumps(array)))
+    for shape in ((), (1,), (0,), (3, 0, 2), (4, 6)):
+        array = np.zeros(shape, dtype) if np.dtype(dtype).kind in "MS" else np.ones(shape, dtype)
+        made = lazy(array)
+        for got in (made.materialize(), made.copy(), copy.deepcopy(made), np.asarray(made)):
+            assert_same(got, array)
+        # NumPy pickles big-endian arrays as little-endian ones.
+        assert_same(pickle.loads(pickle.dumps(made)), pickle.loads(pickle.dumps(array)))
 
 
 def test_questions_cost_no_reading():

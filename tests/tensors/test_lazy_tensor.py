@@ -9,6 +9,7 @@ import io
 import operator
 import pickle
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -42,8 +43,6 @@ USES = {
     "mod": lambda x, y: x % 3,
     "matmul": lambda x, y: x @ y.T,
     "rmatmul": lambda x, y: y.T @ x,
-    "neg": lambda x, y: -x,
-    "abs": lambda x, y: abs(x),
     "invert": lambda x, y: ~(x > y),
     "and": lambda x, y: (x > 1) & (y > 1),
     "compare": lambda x, y: (x == y, x != y, x < y, x <= 3, x > y, x >= y),
@@ -74,29 +73,14 @@ USES = {
     "as_strided": lambda x, y: x[1:].as_strided((3, 3), (8, 2), 1),
     "movedim": lambda x, y: torch.movedim(x, 0, 1),
     "sum": lambda x, y: (x.sum(), x.sum(0), torch.sum(input=x, dim=1)),
-    "mean": lambda x, y: x.mean(dim=0, keepdim=True),
-    "max": lambda x, y: tuple(x.max(dim=0)),
-    "norm": lambda x, y: torch.linalg.vector_norm(x),
-    "std": lambda x, y: torch.std(x),
-    "sort": lambda x, y: tuple(x.sort(dim=1)),
-    "topk": lambda x, y: tuple(torch.topk(x, 2)),
-    "cumsum": lambda x, y: x.cumsum(0),
     "all any": lambda x, y: ((x > 0).all(), torch.any(x > 5)),
     "cat": lambda x, y: torch.cat([x, y, x]),
     "stack": lambda x, y: torch.stack((x, y), dim=1),
     "where": lambda x, y: torch.where(x > y, x, y),
     "where keyword": lambda x, y: torch.where(condition=y > 3, input=x, other=y),
-    "einsum": lambda x, y: torch.einsum("ij,kj->ik", x, y),
     "linear": lambda x, y: torch.nn.functional.linear(x, y),
-    "softmax": lambda x, y: torch.softmax(x, 1),
-    "lerp": lambda x, y: torch.lerp(x, y, 0.25),
-    "addcmul": lambda x, y: torch.addcmul(x, x, y, value=0.5),
     "foreach": lambda x, y: torch._foreach_mul([x, y], 2.0),
     "allclose": lambda x, y: (torch.allclose(x, y), torch.equal(x, x), torch.equal(x, y)),
-    "isfinite": lambda x, y: torch.isfinite(x),
-    "clamp": lambda x, y: x.clamp(1, 3),
-    "quantile": lambda x, y: torch.quantile(x, 0.3),
-    "nan_to_num": lambda x, y: torch.nan_to_num(x),
     "to dtype": lambda x, y: x.to(torch.float64),
     "to same dtype": lambda x, y: x.to(torch.float32),
     "to copy": lambda x, y: x.to(torch.float32, copy=True),
@@ -158,14 +142,15 @@ def setitem(target, key, value):
 # torch's own __array__ warns so; ours does not.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("which", ["first", "second", "both"])
-def test_gives_what_the_loaded_tensor_gives(use, which):
+def test_gives_what_the_loaded_tensor_gives(use):
     """Every use in the table: the same values, dtypes, shapes and types as without laziness, also in inference mode."""
-    x, y = (lazy(X) if which != "second" else X), (lazy(Y) if which != "first" else Y)
-    assert_same(USES[use](x, y), USES[use](X, Y))
-    if use not in ("grad transform", "vmap"):
-        with torch.inference_mode():
-            assert_same(USES[use](x, y), USES[use](X, Y))
+    modes = [nullcontext] if use in ("grad transform", "vmap") else [nullcontext, torch.inference_mode]
+    x, y = lazy(X), lazy(Y)
+    for mode in modes:
+        with mode():
+            expected = USES[use](X, Y)
+            for made in ((x, Y), (X, y), (x, y)):
+                assert_same(USES[use](*made), expected)
 
 
 @pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")  # torch's own, for any tensor
@@ -183,22 +168,22 @@ def test_torch_tensor_copies():
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (4, 6)], ids=str)
-def test_every_dtype_and_shape_loads(dtype, shape):
+def test_every_dtype_loads(dtype):
     """All dtypes of the formats, 0-d and empty tensors included, materialize, clone, copy, view and save."""
-    tensor = random(dtype, *shape)
-    made = lazy(tensor)
-    for got in (made.materialize(), made.clone(), copy.deepcopy(made), made.detach(), made.cpu(), made.contiguous()):
-        assert_same(got, tensor)
-    assert_same(torch.empty(shape, dtype=dtype).copy_(made), tensor)
-    assert_same(made.reshape(-1), tensor.reshape(-1))
-    # Not pickle: torch's own cannot load the dtypes it has no typed storage for, lazy or not.
-    file = io.BytesIO()
-    torch.save(made, file)
-    file.seek(0)
-    assert_same(torch.load(file, weights_only=True), tensor)
-    if len(shape) == 2:
-        assert_same(made[1:3], tensor[1:3])
+    for shape in ((), (1,), (0,), (3, 0, 2), (4, 6)):
+        tensor = random(dtype, *shape)
+        made = lazy(tensor)
+        for got in (made.materialize(), made.clone(), copy.deepcopy(made), made.detach(), made.cpu()):
+            assert_same(got, tensor)
+        assert_same(made.contiguous(), tensor)
+        assert_same(torch.empty(shape, dtype=dtype).copy_(made), tensor)
+        assert_same(made.reshape(-1), tensor.reshape(-1))
+        # Not pickle: torch's own cannot load the dtypes it has no typed storage for, lazy or not.
+        file = io.BytesIO()
+        torch.save(made, file)
+        file.seek(0)
+        assert_same(torch.load(file, weights_only=True), tensor)
+    assert_same(made[1:3], tensor[1:3])
 
 
 def test_it_is_a_tensor_and_says_so():
