@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import click
 import pytest
@@ -147,13 +147,14 @@ def test_names_of_transport():
 
 
 def test_errors():
-    """Every error that a user can meet is in the tables of troubleshooting, and none that does not exist."""
+    """Every error that a user can meet, and every rule of safetensors, is in the tables of troubleshooting."""
     text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+Error)`", text))
     made = {node.func.id for node in _nodes(ast.Call) if isinstance(node.func, ast.Name)}
     tree = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
     assert {kind.__name__ for kind in _leaves(errors.NVFlareLazyError)} | (made & tree) <= named
     assert {name for name in named if not hasattr(errors, name)} == set()
+    assert [rule for rule in get_args(errors.SafetensorsRule) if f"`{rule}`" not in text] == []
 
 
 def test_log_lines():
