@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two kinds of payload, torch tensors and NumPy arrays: what differs between them, so that nothing else has to.
 
-Senders ask a family for the bytes of a value, receivers for a value over bytes; how the bytes travel, and what may go
+Senders ask a backend for the bytes of a value, receivers for a value over bytes; how the bytes travel, and what may go
 wrong with them, is the same for both.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.transport._received_files import ReceivedTensor
 
 
-class Family(ABC):
+class ArrayBackend(ABC):
     """What transport has to know about a kind of value."""
 
     name: str
@@ -92,7 +92,7 @@ class Family(ABC):
         return prod(shape) * int(dtype.itemsize)
 
 
-class TorchFamily(Family):
+class TorchBackend(ArrayBackend):
     """`torch.Tensor` and `LazyTensor`."""
 
     name = "torch"
@@ -146,7 +146,7 @@ class TorchFamily(Family):
         return unpack_tensors(item, sender)
 
 
-class NumpyFamily(Family):
+class NumpyBackend(ArrayBackend):
     """`np.ndarray` and `LazyArray`."""
 
     name = "numpy"
@@ -210,8 +210,8 @@ _TORCH_TYPES: dict[str, torch.dtype] = {
     str(row.torch).removeprefix("torch."): row.torch for row in dtypes.ELEMENT_TYPES if row.torch is not None
 }
 
-TORCH = TorchFamily()
-NUMPY = NumpyFamily()
+TORCH = TorchBackend()
+NUMPY = NumpyBackend()
 
 
 def array_bytes(array: np.ndarray[Any, Any]) -> memoryview:

@@ -18,8 +18,8 @@ from nvflare_lazy.transport.receive import PayloadConsumer, receive
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from nvflare_lazy.transport._backends import Family
-    from nvflare_lazy.transport.segments.client import Link
+    from nvflare_lazy.transport._backends import ArrayBackend
+    from nvflare_lazy.transport.segments.client import RemotePayload
     from nvflare_lazy.transport.segments.manifest import Manifest
 
 
@@ -85,12 +85,12 @@ class DiskConsumer(PayloadConsumer):
     """Writes what it receives into few, valid safetensors files.
 
     Args:
-        family: What kind of values.
+        backend: What kind of values.
         place: A leased directory of the job's scratch, or the path of a directory that the caller made.
     """
 
-    def __init__(self, family: Family, place: ReceiveDirectory | str | os.PathLike[str]) -> None:
-        super().__init__(family)
+    def __init__(self, backend: ArrayBackend, place: ReceiveDirectory | str | os.PathLike[str]) -> None:
+        super().__init__(backend)
         self.directory: ReceiveDirectory = UnmanagedDirectory(place) if isinstance(place, (str, os.PathLike)) else place
         self._lock = threading.Lock()
         self._shards: AppendingShards | PreallocatedShards | None = None
@@ -110,11 +110,11 @@ class DiskConsumer(PayloadConsumer):
         result = {} if result is None else result
         with self._lock:
             if self._cleaned:
-                raise TransferAbortedError(f"the download from {self._peer} was called off")
+                raise TransferAbortedError(f"the download from {self._sender} was called off")
             if not isinstance(self._shards, AppendingShards):
-                self._shards = AppendingShards(self.family, self.directory)
+                self._shards = AppendingShards(self.backend, self.directory)
             for item in items:
-                for name, dtype, shape, data in self.family.unpack_item(item, self._peer):
+                for name, dtype, shape, data in self.backend.unpack_item(item, self._sender):
                     self._shards.append(name, dtype, shape, data)
                     result[name] = self._shards.locations[name]
         return result
@@ -123,8 +123,8 @@ class DiskConsumer(PayloadConsumer):
         """Write these values."""
         with self._lock:
             if self._cleaned:
-                raise TransferAbortedError(f"the download from {self._peer} was called off")
-            self._shards = PreallocatedShards(manifest, self.family, self.directory)
+                raise TransferAbortedError(f"the download from {self._sender} was called off")
+            self._shards = PreallocatedShards(manifest, self.backend, self.directory)
             return self._shards
 
     def finish(self) -> None:
@@ -154,7 +154,7 @@ class DiskConsumer(PayloadConsumer):
         """Return the tensors or arrays by name, once the files are complete; they keep the directory alive."""
         directory = self.directory
         owner = TemporaryPath(directory.path) if isinstance(directory, UnmanagedDirectory) else directory
-        return self.family.collect(self._received, owner)
+        return self.backend.collect(self._received, owner)
 
     def discard(self) -> None:
         """Remove what has come so far."""
@@ -182,8 +182,8 @@ class DiskConsumer(PayloadConsumer):
 
 
 def receive_to_disk(
-    family: Family,
-    link: Link,
+    backend: ArrayBackend,
+    remote: RemotePayload,
     place: ReceiveDirectory | str | os.PathLike[str],
     progress_cb: Callable[..., None] | None = None,
 ) -> Mapping[str, Any]:
@@ -192,8 +192,8 @@ def receive_to_disk(
     Raises:
         NVFlareLazyError: The error that says why it failed.
     """
-    consumer = DiskConsumer(family, place)
-    receive(consumer, link, progress_cb)
+    consumer = DiskConsumer(backend, place)
+    receive(consumer, remote, progress_cb)
     consumer.release()
     return consumer.values()
 

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nvflare_lazy.tensors.byte_source import ByteSource
-    from nvflare_lazy.transport._backends import Family
-    from nvflare_lazy.transport._flow_control import Turn
+    from nvflare_lazy.transport._backends import ArrayBackend
+    from nvflare_lazy.transport._flow_control import Slot
     from nvflare_lazy.transport.offload import TransferRuntime
 
 
 class PayloadDownloadable(Downloadable):
-    """Named values of one family, to be downloaded by any number of receivers.
+    """Named values of one backend, to be downloaded by any number of receivers.
 
     Args:
         values: What to send, by name.
         max_chunk_size: Tensors that together stay below this go in one message to a receiver without this package.
-        family: What kind of values they are.
+        backend: What kind of values they are.
         cell: The cell to answer requests for segments on; without it, none are offered.
         runtime: What the transfers of this process share.
     """
@@ -42,7 +42,7 @@ class PayloadDownloadable(Downloadable):
         self,
         values: Mapping[str, Any],
         max_chunk_size: int,
-        family: Family,
+        backend: ArrayBackend,
         cell: Any = None,
         runtime: TransferRuntime | None = None,
     ) -> None:
@@ -51,11 +51,11 @@ class PayloadDownloadable(Downloadable):
             raise ValueError(f"max_chunk_size must not be negative, and is {max_chunk_size}")
         self.max_chunk_size = max_chunk_size
         self.size = len(values)
-        self._payload = Payload(values, family)
+        self._payload = Payload(values, backend)
         self._cell = cell
         self._runtime = runtime or offload.runtime
         self._ref_id: str | None = None
-        self._turns: dict[str, Turn] = {}
+        self._slots: dict[str, Slot] = {}
 
     def set_transaction(self, tx_id: str, ref_id: str) -> None:
         """Start to answer requests for segments."""
@@ -70,7 +70,7 @@ class PayloadDownloadable(Downloadable):
 
     def produce_item(self, index: int) -> bytes | bytearray | memoryview:
         """Return one tensor in the form that NVFlare's own receivers take."""
-        return self._payload.stock_item(index)
+        return self._payload.nvflare_item(index)
 
     def produce(self, state: dict[str, Any] | None, requester: str) -> tuple[str, Any, dict[str, Any]]:
         """Answer one request of NVFlare's protocol; see `Downloadable`."""
@@ -83,15 +83,15 @@ class PayloadDownloadable(Downloadable):
         if state:
             start = _count(state.get(_nvflare_private.START, 0)) + _count(state.get(_nvflare_private.COUNT, 0))
         if start >= self.size:
-            self._runtime.throttle.end(self._turns.pop(requester, None))
+            self._runtime.throttle.release(self._slots.pop(requester, None))
             return ProduceRC.EOF, None, {}
         # What was on its way to this receiver has arrived, or it would not ask.
-        before = self._turns.get(requester)
-        self._turns[requester] = self._runtime.throttle.take(self._payload.stock_item_nbytes(start), after=before)
+        before = self._slots.get(requester)
+        self._slots[requester] = self._runtime.throttle.acquire(self._payload.nvflare_item_nbytes(start), after=before)
         items = [self.produce_item(start)]
         total = len(items[0])
         while start + len(items) < self.size:
-            total += self._payload.stock_item_nbytes(start + len(items))
+            total += self._payload.nvflare_item_nbytes(start + len(items))
             if total >= self.max_chunk_size:
                 break
             items.append(self.produce_item(start + len(items)))
@@ -125,17 +125,17 @@ class Payload:
 
     Args:
         values: What to send, by name.
-        family: What kind of values they are.
+        backend: What kind of values they are.
     """
 
-    def __init__(self, values: Mapping[str, Any], family: Family) -> None:
+    def __init__(self, values: Mapping[str, Any], backend: ArrayBackend) -> None:
         self.names = list(values)
-        self.family = family
+        self.backend = backend
         self._values: Mapping[str, Any] | None = values
         self._lock = threading.Lock()
         self._manifest: manifests.Manifest | None = None
         self._encoded = b""
-        self._owners: list[manifests.Item] = []
+        self._owners: list[manifests.ManifestItem] = []
         self._starts: list[int] = []
         # The source of the tensor that was asked for last: some take work to make, and requests come in order.
         self._last: tuple[str, ByteSource] | None = None
@@ -152,22 +152,22 @@ class Payload:
             if self._manifest is None:
                 values = self._held()
                 self._manifest = manifests.lay_out(
-                    (name, *self._described(values[name]), self.family.identity(values[name])) for name in self.names
+                    (name, *self._described(values[name]), self.backend.identity(values[name])) for name in self.names
                 )
                 self._owners = [item for item in self._manifest.owners() if item.nbytes]
                 self._starts = [item.offset for item in self._owners]
             return self._manifest
 
     def _described(self, value: Any) -> tuple[Any, tuple[int, ...], int]:
-        dtype, shape = self.family.describe(value)
-        return dtype, shape, self.family.nbytes(dtype, shape)
+        dtype, shape = self.backend.describe(value)
+        return dtype, shape, self.backend.nbytes(dtype, shape)
 
     @property
     def encoded_manifest(self) -> bytes:
         """The manifest for the wire."""
         manifest = self.manifest
         with self._lock:
-            self._encoded = self._encoded or manifests.encode(manifest, self.family)
+            self._encoded = self._encoded or manifests.encode(manifest, self.backend)
             return self._encoded
 
     # NVFlare copies what is sent into a frame: from a bytearray at once, from anything else through a bytearray.
@@ -201,12 +201,12 @@ class Payload:
             raise ProtocolError(f"bytes {start} to {start + count} of {name!r} were asked for; it has {source.nbytes}")
         return self._part(name, start, count)
 
-    def stock_item(self, index: int) -> bytearray | memoryview:
+    def nvflare_item(self, index: int) -> bytearray | memoryview:
         """Return one tensor in the form that NVFlare's own receivers take: whole."""
         name = self.names[index]
-        return self.family.pack_item(name, self._held()[name], self._source(name))
+        return self.backend.pack_item(name, self._held()[name], self._source(name))
 
-    def stock_item_nbytes(self, index: int) -> int:
+    def nvflare_item_nbytes(self, index: int) -> int:
         """Return about how long that is, without making it."""
         return self._described(self._held()[self.names[index]])[2]
 
@@ -220,7 +220,7 @@ class Payload:
         last = self._last
         if last is not None and last[0] == name:
             return last[1]
-        source = self.family.source(self._held()[name])
+        source = self.backend.source(self._held()[name])
         if self._values is not None:
             self._last = (name, source)
         return source

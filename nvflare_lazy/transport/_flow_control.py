@@ -56,7 +56,7 @@ class InflightBudget:
             self._limit = limit
             self._changed.notify_all()
 
-    def take(self, nbytes: int, *, holding: int, timeout: float = 0.0) -> bool:
+    def acquire(self, nbytes: int, *, holding: int, timeout: float = 0.0) -> bool:
         """Take bytes if there are any left.
 
         Args:
@@ -79,7 +79,7 @@ class InflightBudget:
                 self._peak = max(self._peak, self._used)
             return granted
 
-    def give_back(self, nbytes: int) -> None:
+    def release(self, nbytes: int) -> None:
         """Give bytes back that were taken."""
         with self._changed:
             self._used -= nbytes
@@ -90,15 +90,15 @@ class InflightBudget:
         return self._used + nbytes <= self._limit or self._used == 0
 
 
-# A tensor that is still on its way by then is with a slow peer: it no longer counts, and that peer does not wait for
-# its next one, since waiting would take it longer than it keeps memory from others.
+# A tensor that is still on its way by then is part of a slow transfer: it no longer counts, and that transfer does not
+# wait for its next one, since waiting would take it longer than it keeps memory from others.
 _SLOW_SECONDS = 5.0
-# A receiver does not wait longer than this for a turn: a request that is not answered for long looks like a dead peer.
-_PATIENCE_SECONDS = 2.0
-_LOOK_UP_SECONDS = 0.2
+# A receiver does not wait longer than this for a slot: a sender that does not answer for long looks lost.
+_MAX_WAIT_SECONDS = 2.0
+_POLL_SECONDS = 0.2
 
 
-class Turn:
+class Slot:
     """A whole tensor on its way.
 
     Args:
@@ -117,7 +117,7 @@ class Turn:
         self.slow = self.slow or time.monotonic() - self._since > _SLOW_SECONDS
 
 
-class Turns:
+class WholeTensorThrottle:
     """Which whole tensors are on their way, in bytes.
 
     NVFlare holds several copies of a message while it is sent or received, so a model that goes to many clients at
@@ -133,18 +133,18 @@ class Turns:
         self._budget = budget
         self._on_release = on_release
         self._changed = threading.Condition()
-        self._taken: set[Turn] = set()
+        self._taken: set[Slot] = set()
         self._line: deque[object] = deque()
 
-    def take(self, nbytes: int, *, after: Turn | None = None, give_up: Callable[[], bool] | None = None) -> Turn:
-        """Wait for a turn.
+    def acquire(self, nbytes: int, *, after: Slot | None = None, give_up: Callable[[], bool] | None = None) -> Slot:
+        """Wait for a slot.
 
         Args:
             nbytes: How long the tensor is.
-            after: The turn before this one of the same peer; it ends now.
+            after: The previous slot of the same transfer; it is released now.
             give_up: Says when waiting makes no sense any more; it does not after a little while, if not given.
         """
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _MAX_WAIT_SECONDS
         place = object()
         with self._changed:
             self._end(after)
@@ -153,24 +153,24 @@ class Turns:
                 while not (after is not None and after.slow) and not (self._line[0] is place and self._fits(nbytes)):
                     if give_up() if give_up is not None else time.monotonic() > deadline:
                         break
-                    self._changed.wait(_LOOK_UP_SECONDS)
+                    self._changed.wait(_POLL_SECONDS)
             finally:
                 self._line.remove(place)
                 self._changed.notify_all()
-            turn = self._add(nbytes)
+            slot = self._add(nbytes)
         if after is not None:
             self._note_release()
-        return turn
+        return slot
 
-    def take_if_free(self, nbytes: int) -> Turn | None:
-        """Take a turn that nobody else waits for, if there is one."""
+    def acquire_if_free(self, nbytes: int) -> Slot | None:
+        """Take a slot that no other transfer else waits for, if there is one."""
         with self._changed:
             return None if self._line or not self._fits(nbytes) else self._add(nbytes)
 
-    def end(self, turn: Turn | None) -> None:
+    def release(self, slot: Slot | None) -> None:
         """Nothing of that tensor is in memory any more."""
         with self._changed:
-            self._end(turn)
+            self._end(slot)
         self._note_release()
 
     @property
@@ -183,15 +183,15 @@ class Turns:
         for function in tuple(self._on_release):
             function()
 
-    def _add(self, nbytes: int) -> Turn:
-        turn = Turn(nbytes)
-        self._taken.add(turn)
-        return turn
+    def _add(self, nbytes: int) -> Slot:
+        slot = Slot(nbytes)
+        self._taken.add(slot)
+        return slot
 
-    def _end(self, turn: Turn | None) -> None:
-        if turn in self._taken:
-            turn.note_age()
-            self._taken.remove(turn)
+    def _end(self, slot: Slot | None) -> None:
+        if slot in self._taken:
+            slot.note_age()
+            self._taken.remove(slot)
             self._changed.notify_all()
 
     def _fits(self, nbytes: int) -> bool:
@@ -200,11 +200,11 @@ class Turns:
         return not used or used + nbytes <= self._budget.limit + self._budget.limit // 16
 
     def _used(self) -> int:
-        for turn in list(self._taken):
-            turn.note_age()
-            if turn.slow:
-                self._taken.remove(turn)
-        return sum(turn.nbytes for turn in self._taken)
+        for slot in list(self._taken):
+            slot.note_age()
+            if slot.slow:
+                self._taken.remove(slot)
+        return sum(slot.nbytes for slot in self._taken)
 
 
 #: What a first answer is taken for: from a sender without this package it comes with a whole tensor in it, before there

@@ -13,15 +13,15 @@ from nvflare_lazy.transport.receive import PayloadConsumer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nvflare_lazy.transport._backends import Family
-    from nvflare_lazy.transport.segments.manifest import Item, Manifest
+    from nvflare_lazy.transport._backends import ArrayBackend
+    from nvflare_lazy.transport.segments.manifest import Manifest, ManifestItem
 
 
 class MemoryConsumer(PayloadConsumer):
     """Makes ordinary values.
 
     Args:
-        family: What kind of values.
+        backend: What kind of values.
         received_cb: Called with a dictionary of values as they are complete, one call at a time; what it returns, if
             that is a dictionary, becomes part of the result instead of them. Without it they are the result.
         cb_kwargs: Further arguments for it.
@@ -29,11 +29,11 @@ class MemoryConsumer(PayloadConsumer):
 
     def __init__(
         self,
-        family: Family,
+        backend: ArrayBackend,
         received_cb: Callable[..., Any] | None = None,
         cb_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(family)
+        super().__init__(backend)
         if received_cb is not None and not callable(received_cb):
             raise ValueError(f"the callback for what is received must be callable, and is {received_cb!r}")
         self._received_cb = received_cb
@@ -49,8 +49,8 @@ class MemoryConsumer(PayloadConsumer):
             raise TypeError(f"items must be a list, not a {type(items).__name__}")
         result = {} if result is None else result
         for item in items:
-            for name, dtype, shape, data in self.family.unpack_item(item, self._peer):
-                value, memory = self.family.new(dtype, shape)
+            for name, dtype, shape, data in self.backend.unpack_item(item, self._sender):
+                value, memory = self.backend.new(dtype, shape)
                 memory[:] = data
                 self._deliver(name, value, result)
         return result
@@ -59,7 +59,7 @@ class MemoryConsumer(PayloadConsumer):
         """Assemble these values."""
         self.result = {}
         self._order = [item.name for item in manifest.items]
-        self._sink = MemorySink(manifest, self.family, lambda name, value: self._deliver(name, value, self.result))
+        self._sink = MemorySink(manifest, self.backend, lambda name, value: self._deliver(name, value, self.result))
         return self._sink
 
     def finish(self) -> None:
@@ -74,7 +74,7 @@ class MemoryConsumer(PayloadConsumer):
     def _deliver(self, name: str, value: Any, result: dict[str, Any]) -> None:
         with self._lock:
             if name in self._seen:
-                raise ProtocolError(f"{self._peer} sent {name!r} twice")
+                raise ProtocolError(f"{self._sender} sent {name!r} twice")
             self._seen.add(name)
             if self._received_cb is None:
                 result[name] = value
@@ -96,19 +96,19 @@ class MemorySink:
 
     Args:
         manifest: What will come.
-        family: What kind of values to make.
+        backend: What kind of values to make.
         deliver: Called with each value as soon as it is complete, from several threads at once.
     """
 
-    def __init__(self, manifest: Manifest, family: Family, deliver: Callable[[str, Any], None]) -> None:
+    def __init__(self, manifest: Manifest, backend: ArrayBackend, deliver: Callable[[str, Any], None]) -> None:
         self._manifest = manifest
-        self._family = family
+        self._backend = backend
         self._deliver = deliver
         self._owners = [item for item in manifest.owners() if item.nbytes]
         self._starts = [item.offset for item in self._owners]
         self._lock = threading.Lock()
-        self._made: dict[int, _Made] = {}
-        self._aliases: dict[int, list[Item]] = {}
+        self._made: dict[int, _PartialValue] = {}
+        self._aliases: dict[int, list[ManifestItem]] = {}
         for item in manifest.items:
             if item.alias:
                 self._aliases.setdefault(item.offset, []).append(item)
@@ -123,11 +123,11 @@ class MemorySink:
             self._fill(item, inside, part)
             data, offset, index = data[len(part) :], offset + len(part), index + 1
 
-    def _fill(self, item: Item, inside: int, part: memoryview) -> None:
+    def _fill(self, item: ManifestItem, inside: int, part: memoryview) -> None:
         with self._lock:
             made = self._made.get(item.offset)
             if made is None:
-                self._made[item.offset] = made = _Made(*self._family.new(item.dtype, item.shape), item.nbytes)
+                self._made[item.offset] = made = _PartialValue(*self._backend.new(item.dtype, item.shape), item.nbytes)
         made.memory[inside : inside + len(part)] = part
         with self._lock:
             made.missing -= len(part)
@@ -136,7 +136,7 @@ class MemorySink:
             del self._made[item.offset]
         for twin in self._aliases.get(item.offset, ()):
             # Tensors of their own: whoever writes to one does not expect to find it in the other.
-            value, memory = self._family.new(twin.dtype, twin.shape)
+            value, memory = self._backend.new(twin.dtype, twin.shape)
             memory[:] = made.memory
             self._deliver(twin.name, value)
         self._deliver(item.name, made.value)
@@ -145,10 +145,10 @@ class MemorySink:
         """Deliver what has no bytes and therefore never came."""
         for item in self._manifest.owners():
             if not item.nbytes:
-                self._deliver(item.name, self._family.new(item.dtype, item.shape)[0])
+                self._deliver(item.name, self._backend.new(item.dtype, item.shape)[0])
 
 
-class _Made:
+class _PartialValue:
     __slots__ = ("memory", "missing", "value")
 
     def __init__(self, value: Any, memory: memoryview, nbytes: int) -> None:

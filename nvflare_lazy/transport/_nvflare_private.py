@@ -63,7 +63,7 @@ def registered_for(type_name: str) -> Any:
     return registry._decomposers.get(type_name)
 
 
-def put_in_place(decomposer: Any) -> Any:
+def replace_decomposer(decomposer: Any) -> Any:
     """Make `decomposer` the handler of its type and of its datum object types; return the one it takes the place of."""
     name = registry.get_class_name(decomposer.supported_type())
     before = registry._decomposers.get(name)
@@ -118,7 +118,7 @@ def finish_for_ancestor(ref_id: str, receiver: str, status: str) -> None:
             ref._finalize_receiver(expected, status)
 
 
-def free_what_was_sent() -> None:
+def release_sent_messages() -> None:
     """Let every message go once it is sent.
 
     NVFlare's task of sending one and the future of it refer to each other, so each message stays in memory until the
@@ -256,13 +256,13 @@ __all__ = [
     "STATE",
     "STATUS",
     "finish_for_ancestor",
-    "free_what_was_sent",
     "new_items_context",
     "note_sent",
     "offload_flag_in_process",
-    "put_in_place",
     "reason_of",
     "registered_for",
+    "release_sent_messages",
+    "replace_decomposer",
     "serving",
     "source_signal",
     "stock_via_downloader",

@@ -13,7 +13,7 @@ from nvflare_lazy.transport import _nvflare_private
 _SEPARATOR = "@"
 
 
-class Outgoing:
+class OutgoingPayloads:
     """The payloads that a message refers to, in the order in which they came up."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Outgoing:
         return {_nvflare_private.ENC_TYPE: _nvflare_private.ENC_REF, _nvflare_private.ENC_DATA: content}
 
 
-class Batches:
+class IncomingPayloads:
     """The payloads of a message that comes in; a placeholder that names none means the last."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Batches:
         return self._by_ref.get(ref_id) if separator else self._last
 
 
-class RemoteBatch:
+class PayloadReference:
     """A payload that stays where it is."""
 
     def __init__(self, fqcn: str, ref_id: str, secure: bool) -> None:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.tensor_file import TensorFile
-    from nvflare_lazy.transport._backends import Family
-    from nvflare_lazy.transport.segments.manifest import Item, Manifest
+    from nvflare_lazy.transport._backends import ArrayBackend
+    from nvflare_lazy.transport.segments.manifest import Manifest, ManifestItem
 
 # A header of this many names takes some six megabytes.
 _MAX_NAMES_PER_FILE = 65_536
@@ -86,7 +86,7 @@ class PreallocatedShards:
         locations: For each name, the path of its file and its name there. Complete after `finish()`.
     """
 
-    def __init__(self, manifest: Manifest, family: Family, directory: ReceiveDirectory) -> None:
+    def __init__(self, manifest: Manifest, backend: ArrayBackend, directory: ReceiveDirectory) -> None:
         self.locations: dict[str, tuple[str, str]] = {}
         self._manifest = manifest
         self._files: list[WritableFile] = []
@@ -95,15 +95,15 @@ class PreallocatedShards:
         owners = manifest.owners()
         try:
             while group := list(islice(owners, _MAX_NAMES_PER_FILE)):
-                self._add_file(group, family, directory)
+                self._add_file(group, backend, directory)
         except BaseException:
             self.close()
             raise
 
-    def _add_file(self, group: list[Item], family: Family, directory: ReceiveDirectory) -> None:
+    def _add_file(self, group: list[ManifestItem], backend: ArrayBackend, directory: ReceiveDirectory) -> None:
         start = group[0].offset
         header, _ = encode_header(
-            ((item.name, *_in_format(family, item.dtype, item.shape, item.nbytes)) for item in group),
+            ((item.name, *_in_format(backend, item.dtype, item.shape, item.nbytes)) for item in group),
             where="the received tensors",
         )
         file = directory.new_file()
@@ -150,9 +150,9 @@ class AppendingShards:
         locations: For each name, the path of its file and its name there.
     """
 
-    def __init__(self, family: Family, directory: ReceiveDirectory) -> None:
+    def __init__(self, backend: ArrayBackend, directory: ReceiveDirectory) -> None:
         self.locations: dict[str, tuple[str, str]] = {}
-        self._family = family
+        self._backend = backend
         self._folder = directory
         self._lock = threading.Lock()
         self._shard: _OpenShard | None = None
@@ -174,7 +174,7 @@ class AppendingShards:
                     self._received.update(self._shard.finish())
                     self._room = min(4 * self._room, _MAX_HEADER_ROOM)
                 self._shard = _OpenShard(self._folder.new_file(), max(self._room, 2 * header_bytes))
-            self._shard.append(self._family, name, dtype, shape, data, header_bytes)
+            self._shard.append(self._backend, name, dtype, shape, data, header_bytes)
             self.locations[name] = str(self._shard.file.path), name
 
     def finish(self) -> dict[str, ReceivedTensor]:
@@ -206,11 +206,11 @@ class _OpenShard:
         return self._taken + header_bytes + 64 <= self._room
 
     def append(
-        self, family: Family, name: str, dtype: Any, shape: tuple[int, ...], data: memoryview, header_bytes: int
+        self, backend: ArrayBackend, name: str, dtype: Any, shape: tuple[int, ...], data: memoryview, header_bytes: int
     ) -> None:
         if len(data):
             self.file.pwrite(data, self._end)
-        self._header.append((name, *_in_format(family, dtype, shape, len(data))))
+        self._header.append((name, *_in_format(backend, dtype, shape, len(data))))
         self._tensors.append((name, dtype, shape, self._end, len(data)))
         self._end += len(data)
         self._taken += header_bytes
@@ -225,9 +225,9 @@ class _OpenShard:
         }
 
 
-def _in_format(family: Family, dtype: Any, shape: tuple[int, ...], nbytes: int) -> tuple[str, tuple[int, ...]]:
+def _in_format(backend: ArrayBackend, dtype: Any, shape: tuple[int, ...], nbytes: int) -> tuple[str, tuple[int, ...]]:
     """Name a tensor as the format does; one that it has no name for is stored as its plain bytes."""
-    name = family.format_name(dtype)
+    name = backend.format_name(dtype)
     if name is None or prod(shape) * dtype.itemsize != nbytes:
         return "U8", (nbytes,)
     return name, shape

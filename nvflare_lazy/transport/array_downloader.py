@@ -16,7 +16,7 @@ from nvflare_lazy.transport._disk_consumer import DiskConsumer, receive_to_disk
 from nvflare_lazy.transport._downloadable import PayloadDownloadable
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
 from nvflare_lazy.transport.receive import outcome, receive
-from nvflare_lazy.transport.segments.client import Link
+from nvflare_lazy.transport.segments.client import RemotePayload
 
 if TYPE_CHECKING:
     import os
@@ -92,8 +92,10 @@ def download_arrays(
     **cb_kwargs: Any,
 ) -> tuple[str | None, dict[str, np.ndarray[Any, Any]] | None]:
     """Download arrays into memory; see `tensor_downloader.download_tensors`."""
-    link = Link(offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
-    return outcome(lambda: receive(ArrayConsumer(arrays_received_cb, cb_kwargs), link, progress_cb))
+    remote = RemotePayload(
+        offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal
+    )
+    return outcome(lambda: receive(ArrayConsumer(arrays_received_cb, cb_kwargs), remote, progress_cb))
 
 
 def download_arrays_to_disk(
@@ -107,11 +109,13 @@ def download_arrays_to_disk(
     progress_cb: Callable[..., None] | None = None,
 ) -> tuple[str | None, dict[str, LazyArray] | None]:
     """Download arrays into the job's scratch; see `tensor_downloader.download_tensors_to_disk`."""
-    link = Link(offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
+    remote = RemotePayload(
+        offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal
+    )
 
     def download() -> dict[str, LazyArray]:
         directory = current_job_scratch().download(label=from_fqcn)
-        return cast("dict[str, LazyArray]", receive_to_disk(NUMPY, link, directory, progress_cb))
+        return cast("dict[str, LazyArray]", receive_to_disk(NUMPY, remote, directory, progress_cb))
 
     return outcome(download)
 

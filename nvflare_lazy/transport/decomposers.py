@@ -29,14 +29,14 @@ from nvflare_lazy.errors import NVFlareLazyError, ProtocolError
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.transport import _nvflare_private, offload
-from nvflare_lazy.transport._backends import NUMPY, TORCH, Family
+from nvflare_lazy.transport._backends import NUMPY, TORCH, ArrayBackend
 from nvflare_lazy.transport._disk_consumer import receive_to_disk
 from nvflare_lazy.transport._downloadable import PayloadDownloadable
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
-from nvflare_lazy.transport._placeholders import Batches, Outgoing, RemoteBatch, item_of
-from nvflare_lazy.transport.failed import FailedBatch
+from nvflare_lazy.transport._placeholders import IncomingPayloads, OutgoingPayloads, PayloadReference, item_of
+from nvflare_lazy.transport.failed import FailedPayload
 from nvflare_lazy.transport.receive import receive
-from nvflare_lazy.transport.segments.client import Link
+from nvflare_lazy.transport.segments.client import RemotePayload
 from nvflare_lazy.transport.via_downloader import LazyDownloadRef, note_download_initiated
 
 if TYPE_CHECKING:
@@ -51,17 +51,17 @@ _SHAPE = "shape"
 
 
 class LazyDecomposer(ViaDownloaderDecomposer):
-    """Sends values of one family by reference, and receives them into memory or scratch.
+    """Sends values of one backend by reference, and receives them into memory or scratch.
 
     Args:
-        family: What kind of values.
+        backend: What kind of values.
         dot: NVFlare's number for the datum that says where they are.
         config_prefix: What NVFlare's configuration variables for this kind begin with.
     """
 
-    def __init__(self, family: Family, dot: int, config_prefix: str) -> None:
+    def __init__(self, backend: ArrayBackend, dot: int, config_prefix: str) -> None:
         super().__init__(_TWO_MB, config_prefix)
-        self.family = family
+        self.backend = backend
         self._dot = dot
 
     def get_download_dot(self) -> int:
@@ -81,18 +81,18 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         if manager.fobs_ctx.get("native", False) or self._configured_chunk_size() <= 0:
             native = self.native_decompose(target, manager)
             return {_nvflare_private.ENC_TYPE: _nvflare_private.ENC_NATIVE, _nvflare_private.ENC_DATA: native}
-        dtype, shape = self.family.describe(target)
+        dtype, shape = self.backend.describe(target)
         outgoing = self._outgoing(manager)
         context = self._new_items(manager)
         item_id, _, _ = context.add_item(target)
         placeholder = outgoing.placeholder(context.ref_id, None, item_id)
-        return {**placeholder, _DTYPE: self.family.encode_dtype(dtype), _SHAPE: list(shape)}
+        return {**placeholder, _DTYPE: self.backend.encode_dtype(dtype), _SHAPE: list(shape)}
 
     def _describe_ref(self, ref: Any) -> dict[str, Any]:
         dtype = getattr(ref, "dtype", None)
         if dtype is None or ref.shape is None:
             return {}
-        return {_DTYPE: self.family.encode_dtype(dtype), _SHAPE: list(ref.shape)}
+        return {_DTYPE: self.backend.encode_dtype(dtype), _SHAPE: list(ref.shape)}
 
     def _configured_chunk_size(self) -> int:
         size: int = app_config_utils.get_int_var(
@@ -100,11 +100,11 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         )
         return size
 
-    def _outgoing(self, manager: DatumManager) -> Outgoing:
+    def _outgoing(self, manager: DatumManager) -> OutgoingPayloads:
         key = f"{self.prefix}_outgoing"
-        outgoing: Outgoing | None = manager.fobs_ctx.get(key)
+        outgoing: OutgoingPayloads | None = manager.fobs_ctx.get(key)
         if outgoing is None:
-            manager.fobs_ctx[key] = outgoing = Outgoing()
+            manager.fobs_ctx[key] = outgoing = OutgoingPayloads()
             manager.register_post_cb(self._add_data)
         return outgoing
 
@@ -143,7 +143,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         self, items: dict[str, Any], max_chunk_size: int, fobs_ctx: dict[str, Any]
     ) -> PayloadDownloadable:
         """Return the object that serves the values of a message."""
-        return PayloadDownloadable(items, max_chunk_size, self.family, fobs_ctx.get(FOBSContextKey.CELL))
+        return PayloadDownloadable(items, max_chunk_size, self.backend, fobs_ctx.get(FOBSContextKey.CELL))
 
     def _finalize_download_tx(self, mgr: DatumManager) -> None:
         super()._finalize_download_tx(mgr)
@@ -157,7 +157,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         try:
             where = _where(datum)
             if fobs_ctx.get(FOBSContextKey.PASS_THROUGH):
-                batch: Any = RemoteBatch(*where, _is_secure(fobs_ctx, where[0]))
+                batch: Any = PayloadReference(*where, _is_secure(fobs_ctx, where[0]))
             else:
                 batch = self._download_from_remote_cell(
                     fobs_ctx,
@@ -167,10 +167,10 @@ class LazyDecomposer(ViaDownloaderDecomposer):
             if not _must_decode(fobs_ctx):
                 raise
             self.logger.error(f"tensors could not be received, and what they belong to will be left out: {error}")
-            where, batch = ("", _ref_id_of(datum)), FailedBatch(error)
+            where, batch = ("", _ref_id_of(datum)), FailedPayload(error)
         batches = fobs_ctx.get(self.items_key)
-        if not isinstance(batches, Batches):
-            fobs_ctx[self.items_key] = batches = Batches()
+        if not isinstance(batches, IncomingPayloads):
+            fobs_ctx[self.items_key] = batches = IncomingPayloads()
         batches.add(where[1], batch)
 
     def recompose(self, data: Any, manager: DatumManager = None) -> Any:
@@ -181,7 +181,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
             if not _must_decode(manager.fobs_ctx):
                 raise
             self.logger.error(f"a tensor could not be decoded, and what it belongs to will be left out: {error}")
-            return FailedBatch(error).value(self.family)
+            return FailedPayload(error).value(self.backend)
 
     def _recompose(self, data: Any, manager: DatumManager) -> Any:
         if not isinstance(data, dict):
@@ -192,18 +192,18 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         if kind != _nvflare_private.ENC_REF or not isinstance(content, str):
             raise ProtocolError(f"a placeholder of the unknown kind {str(kind)[:80]!r}")
         batches = manager.fobs_ctx.get(self.items_key)
-        batch = batches.find(content) if isinstance(batches, Batches) else None
+        batch = batches.find(content) if isinstance(batches, IncomingPayloads) else None
         item_id = item_of(content)
         if batch is None:
             raise ProtocolError(f"{content} belongs to a payload that is not there")
-        if isinstance(batch, RemoteBatch):
+        if isinstance(batch, PayloadReference):
             cell = manager.fobs_ctx.get(FOBSContextKey.CELL)
             described = self._described(data)
-            ref = LazyDownloadRef.of(batch.fqcn, batch.ref_id, item_id, self._dot, self.family, described, cell)
+            ref = LazyDownloadRef.of(batch.fqcn, batch.ref_id, item_id, self._dot, self.backend, described, cell)
             ref.secure = batch.secure
             return ref
-        if isinstance(batch, FailedBatch):
-            return batch.value(self.family, *self._described(data))
+        if isinstance(batch, FailedPayload):
+            return batch.value(self.backend, *self._described(data))
         if item_id not in batch:
             raise ProtocolError(f"the tensor {item_id} was promised, and did not come with the others")
         return batch[item_id]
@@ -213,7 +213,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         shape, encoded = data.get(_SHAPE), data.get(_DTYPE)
         if isinstance(encoded, list):
             encoded = _as_tuples(encoded)
-        dtype = None if encoded is None else self.family.decode_dtype(encoded)
+        dtype = None if encoded is None else self.backend.decode_dtype(encoded)
         if dtype is None or not isinstance(shape, list) or len(shape) > 64:
             return None, None
         if not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
@@ -236,11 +236,13 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         fobs_ctx: dict[str, Any] | None = None,
     ) -> tuple[str | None, Mapping[str, Any]]:
         """Download a payload; raises the error that says why if that fails."""
-        link = Link(offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
+        remote = RemotePayload(
+            offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal
+        )
         scratch = offload.runtime.scratch_for(fobs_ctx)
         if scratch is None:
-            return None, receive(MemoryConsumer(self.family), link, progress_cb)
-        return None, receive_to_disk(self.family, link, scratch.download(label=from_fqcn), progress_cb)
+            return None, receive(MemoryConsumer(self.backend), remote, progress_cb)
+        return None, receive_to_disk(self.backend, remote, scratch.download(label=from_fqcn), progress_cb)
 
 
 class LazyTensorDecomposer(LazyDecomposer):

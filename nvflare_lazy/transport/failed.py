@@ -14,10 +14,10 @@ from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
-    from nvflare_lazy.transport._backends import Family
+    from nvflare_lazy.transport._backends import ArrayBackend
 
 
-class FailedBatch:
+class FailedPayload:
     """All values of a download that failed.
 
     Args:
@@ -27,22 +27,24 @@ class FailedBatch:
     def __init__(self, error: Exception) -> None:
         self.error = _without_frames(error)
 
-    def value(self, family: Family, dtype: Any = None, shape: tuple[int, ...] | None = None) -> Any:
+    def value(self, backend: ArrayBackend, dtype: Any = None, shape: tuple[int, ...] | None = None) -> Any:
         """Return a value that raises the error when its elements are asked for.
 
         Args:
-            family: What kind of value.
+            backend: What kind of value.
             dtype: Its dtype, if that is known.
             shape: Its shape, if that is known.
         """
-        return failed_value(self.error, family, dtype, shape)
+        return failed_value(self.error, backend, dtype, shape)
 
 
-def failed_value(error: Exception, family: Family, dtype: Any = None, shape: tuple[int, ...] | None = None) -> Any:
+def failed_value(
+    error: Exception, backend: ArrayBackend, dtype: Any = None, shape: tuple[int, ...] | None = None
+) -> Any:
     """Return a value that raises `error` when its elements are asked for."""
     if dtype is None or shape is None:
-        dtype, shape = family.unknown()
-    return family.lazy(FailedSource(family.nbytes(dtype, shape), _without_frames(error)), dtype, shape)
+        dtype, shape = backend.unknown()
+    return backend.lazy(FailedSource(backend.nbytes(dtype, shape), _without_frames(error)), dtype, shape)
 
 
 def failure_of(value: Any) -> Exception | None:

@@ -16,7 +16,7 @@ from nvflare.fuel.utils.fobs import FOBSContextKey
 
 from nvflare_lazy.scratch import current_job_scratch, swap_job_scratch
 from nvflare_lazy.transport import _nvflare_private
-from nvflare_lazy.transport._flow_control import DEFAULT_BYTES, InflightBudget, Turns
+from nvflare_lazy.transport._flow_control import DEFAULT_BYTES, InflightBudget, WholeTensorThrottle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +55,7 @@ class TransferRuntime:
     """
 
     budget: InflightBudget
-    throttle: Turns
+    throttle: WholeTensorThrottle
     downloads: ActiveDownloads
     cleanup: _nvflare_private.CleanupThread
     senders_with_package: set[str]
@@ -70,7 +70,7 @@ class TransferRuntime:
         self._lock = threading.Lock()
         self.on_buffers_released = []
         self.budget = InflightBudget(DEFAULT_BYTES if self._mode is None else self._mode.inflight_bytes)
-        self.throttle = Turns(self.budget, self.on_buffers_released)
+        self.throttle = WholeTensorThrottle(self.budget, self.on_buffers_released)
         self._shared: dict[type, Any] = {}
         self.downloads = ActiveDownloads()
         self.cleanup = _nvflare_private.CleanupThread()

@@ -26,13 +26,13 @@ from nvflare_lazy.errors import (
 )
 from nvflare_lazy.transport import _nvflare_private, ways
 from nvflare_lazy.transport._flow_control import FIRST_ANSWER_BYTES
-from nvflare_lazy.transport.segments.client import Link
+from nvflare_lazy.transport.segments.client import RemotePayload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nvflare_lazy.transport._backends import Family
-    from nvflare_lazy.transport._flow_control import Turn
+    from nvflare_lazy.transport._backends import ArrayBackend
+    from nvflare_lazy.transport._flow_control import Slot
     from nvflare_lazy.transport._memory_consumer import Sink
     from nvflare_lazy.transport.segments.manifest import Manifest
     from nvflare_lazy.transport.ways import Way
@@ -48,7 +48,7 @@ class PayloadConsumer(Consumer):
     """Receives one payload; what becomes of it is up to the subclass.
 
     Attributes:
-        family: What kind of values are received.
+        backend: What kind of values are received.
         error: Why it failed, as text; None as long as it has not.
         failure: Why it failed, as an exception.
         result: What has been received.
@@ -60,20 +60,20 @@ class PayloadConsumer(Consumer):
     # The state of an offer that was taken is not the state that was offered.
     supports_pipelining = False
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, backend: ArrayBackend) -> None:
         super().__init__()
-        self.family = family
+        self.backend = backend
         self.error: str | None = None
         self.failure: BaseException | None = None
         self.result: Any = None
         self.nbytes = 0
         self.way = ""
         self.progress: ProgressRelay | None = None
-        self._link: Link | None = None
+        self._remote: RemotePayload | None = None
         self._blocked: list[Way] = []
-        self._peer = "the sender"
+        self._sender = "the sender"
         self._cancel = _LinkedSignal()
-        self._first_answer: Turn | None = None
+        self._first_answer: Slot | None = None
 
     # ---- what a subclass does ----------------------------------------------------------------------------------
 
@@ -93,40 +93,40 @@ class PayloadConsumer(Consumer):
         """Give up what has come so far: the rest will not."""
 
     @property
-    def link(self) -> Link:
+    def remote(self) -> RemotePayload:
         """Where the payload is."""
-        if self._link is None:
-            raise TransferError("this consumer is used without a link to a sender")
-        return self._link
+        if self._remote is None:
+            raise TransferError("this consumer is used without a sender")
+        return self._remote
 
     # ---- what NVFlare calls ------------------------------------------------------------------------------------
 
-    def attach(self, link: Link, progress: ProgressRelay | None = None) -> Link:
+    def attach(self, remote: RemotePayload, progress: ProgressRelay | None = None) -> RemotePayload:
         """Say where the payload is, so that an offer of segments can be taken."""
-        self._cancel = _LinkedSignal(parent=link.abort)
-        self._link = replace(link, abort=self._cancel)
-        self._peer = link.from_fqcn
+        self._cancel = _LinkedSignal(parent=remote.abort)
+        self._remote = replace(remote, abort=self._cancel)
+        self._sender = remote.from_fqcn
         self.progress = progress
-        return self._link
+        return self._remote
 
     def cancel(self, reason: str) -> None:
         """Call the download off, from any thread."""
         self._cancel.trigger(reason)
 
-    def wait_for_turn(self) -> None:
+    def acquire_slot(self) -> None:
         """Wait until the first answer may come, unless it is known to be small.
 
         A sender without this package sends a whole tensor in it. One that has offered segments before does so again:
         its downloads do not queue behind those that are slow.
         """
-        link = self._link
-        if link is not None and link.from_fqcn not in link.runtime.senders_with_package:
-            self._first_answer = link.runtime.throttle.take(FIRST_ANSWER_BYTES)
+        remote = self._remote
+        if remote is not None and remote.from_fqcn not in remote.runtime.senders_with_package:
+            self._first_answer = remote.runtime.throttle.acquire(FIRST_ANSWER_BYTES)
 
-    def end_turn(self) -> None:
+    def release_slot(self) -> None:
         """Nothing of the first answer is in memory any more."""
-        if self._link is not None and self._first_answer is not None:
-            self._link.runtime.throttle.end(self._first_answer)
+        if self._remote is not None and self._first_answer is not None:
+            self._remote.runtime.throttle.release(self._first_answer)
 
     def consume(self, ref_id: str, state: dict[str, Any], data: Any) -> dict[str, Any]:
         """Take one reply of the sender; see `Consumer`."""
@@ -138,14 +138,14 @@ class PayloadConsumer(Consumer):
 
     def _consume(self, state: dict[str, Any], data: Any) -> dict[str, Any]:
         if not isinstance(data, list):
-            raise ProtocolError(f"{self._peer} sent {type(data).__name__} where a list of items was due")
-        if self._link is None:
+            raise ProtocolError(f"{self._sender} sent {type(data).__name__} where a list of items was due")
+        if self._remote is None:
             self.result = self.consume_items(data, self.result)
             return state
         if not data:
             # An offer, and not a whole tensor.
-            self._link.runtime.senders_with_package.add(self._peer)
-            self.end_turn()
+            self._remote.runtime.senders_with_package.add(self._sender)
+            self.release_slot()
         for way in ways.WAYS:
             offer = None if way in self._blocked else way.recognize(state, data)
             if offer is not None:
@@ -154,7 +154,7 @@ class PayloadConsumer(Consumer):
                     self.way = way.description
                     return following
                 self._blocked.append(way)
-        raise ProtocolError(f"{self._peer} offers no way to receive the payload that is not blocked")
+        raise ProtocolError(f"{self._sender} offers no way to receive the payload that is not blocked")
 
     def download_completed(self, ref_id: str) -> None:
         """Complete the result."""
@@ -169,7 +169,7 @@ class PayloadConsumer(Consumer):
         error = self.failure
         if error is None:
             kind = TransferAbortedError if self._cancel.triggered else PeerLostError
-            error = kind(f"the download from {self._peer} failed: {reason}")
+            error = kind(f"the download from {self._sender} failed: {reason}")
         self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -179,8 +179,8 @@ class PayloadConsumer(Consumer):
         self.discard()
 
 
-def receive(consumer: PayloadConsumer, link: Link, progress_cb: Callable[..., None] | None = None) -> Any:
-    """Download what the link points to.
+def receive(consumer: PayloadConsumer, remote: RemotePayload, progress_cb: Callable[..., None] | None = None) -> Any:
+    """Download a remote payload.
 
     Returns:
         The consumer's result.
@@ -191,17 +191,17 @@ def receive(consumer: PayloadConsumer, link: Link, progress_cb: Callable[..., No
     started = time.monotonic()
     relay = None if progress_cb is None else ProgressRelay(progress_cb)
     try:
-        with _nvflare_private.source_signal(link.cell, link.from_fqcn, link.ref_id, link.abort) as signal:
-            attached = consumer.attach(replace(link, abort=signal), relay)
-            consumer.wait_for_turn()
+        with _nvflare_private.source_signal(remote.cell, remote.from_fqcn, remote.ref_id, remote.abort) as signal:
+            attached = consumer.attach(replace(remote, abort=signal), relay)
+            consumer.acquire_slot()
             download_object(
-                from_fqcn=link.from_fqcn,
-                ref_id=link.ref_id,
+                from_fqcn=remote.from_fqcn,
+                ref_id=remote.ref_id,
                 consumer=consumer,
-                per_request_timeout=link.timeout,
-                cell=link.cell,
-                secure=link.secure,
-                optional=link.optional,
+                per_request_timeout=remote.timeout,
+                cell=remote.cell,
+                secure=remote.secure,
+                optional=remote.optional,
                 abort_signal=attached.abort,
                 progress_cb=relay,
             )
@@ -209,13 +209,13 @@ def receive(consumer: PayloadConsumer, link: Link, progress_cb: Callable[..., No
         if consumer.failure is None:
             consumer.failure = error
     finally:
-        consumer.end_turn()
+        consumer.release_slot()
     failure = consumer.failure
     if failure is None:
         logger.info(
             "received %d bytes from %s in %.2f s, %s",
             consumer.nbytes,
-            link.from_fqcn,
+            remote.from_fqcn,
             time.monotonic() - started,
             consumer.way,
         )
@@ -224,7 +224,7 @@ def receive(consumer: PayloadConsumer, link: Link, progress_cb: Callable[..., No
     consumer.result = None
     if isinstance(failure, NVFlareLazyError):
         raise failure
-    raise TransferError(f"the download from {link.from_fqcn} failed: {failure}") from failure
+    raise TransferError(f"the download from {remote.from_fqcn} failed: {failure}") from failure
 
 
 def outcome(download: Callable[[], T]) -> tuple[str | None, T | None]:
@@ -255,7 +255,7 @@ class ProgressRelay:
         self._ref_id = event.get("ref_id")
         self._tell({**event, "bytes_done": event.get("bytes_done", 0) + self._bytes})
 
-    def bytes_came(self, nbytes: int) -> None:
+    def bytes_received(self, nbytes: int) -> None:
         """Count bytes that came past NVFlare's own loop."""
         now = time.time()
         if nbytes > self._bytes and now - self._told >= _PROGRESS_SECONDS:

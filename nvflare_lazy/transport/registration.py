@@ -83,7 +83,7 @@ def register() -> Registration:
         >>> print(register())
         torch.Tensor by nvflare_lazy.transport.decomposers.LazyTensorDecomposer; ...
     """
-    _nvflare_private.free_what_was_sent()
+    _nvflare_private.release_sent_messages()
     _nvflare_private.use_single_cleanup_thread(lambda: offload.runtime.cleanup)
     before = registered()
     registration = Registration(tuple(_put(kind) for kind in _KINDS))
@@ -101,7 +101,7 @@ def _put(kind: type[Decomposer]) -> Handler:
     found = _look(kind())
     if found.ours:
         return found
-    replaced = _nvflare_private.put_in_place(kind())
+    replaced = _nvflare_private.replace_decomposer(kind())
     after = _look(kind())
     return Handler(after.type_name, after.dot, after.in_place, after.ours, _name(replaced))
 

@@ -17,7 +17,7 @@ from nvflare_lazy.transport._disk_consumer import DiskConsumer, cleanup_active_d
 from nvflare_lazy.transport._downloadable import PayloadDownloadable
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
 from nvflare_lazy.transport.receive import outcome, receive
-from nvflare_lazy.transport.segments.client import Link
+from nvflare_lazy.transport.segments.client import RemotePayload
 
 if TYPE_CHECKING:
     import os
@@ -118,8 +118,10 @@ def download_tensors(
     Returns:
         An error message or None, and the tensors or None.
     """
-    link = Link(offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
-    return outcome(lambda: receive(TensorConsumer(tensors_received_cb, cb_kwargs), link, progress_cb))
+    remote = RemotePayload(
+        offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal
+    )
+    return outcome(lambda: receive(TensorConsumer(tensors_received_cb, cb_kwargs), remote, progress_cb))
 
 
 def download_tensors_to_disk(
@@ -149,14 +151,16 @@ def download_tensors_to_disk(
     Returns:
         An error message or None, and the tensors or None.
     """
-    link = Link(offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal)
+    remote = RemotePayload(
+        offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal
+    )
 
     def download() -> LazyTensorDict:
         if root_dir is None:
             place: Any = current_job_scratch().download(label=from_fqcn)
         else:
             place = tempfile.mkdtemp(prefix="nvflare_lazy_", dir=root_dir)
-        return cast("LazyTensorDict", receive_to_disk(TORCH, link, place, progress_cb))
+        return cast("LazyTensorDict", receive_to_disk(TORCH, remote, place, progress_cb))
 
     return outcome(download)
 

@@ -18,7 +18,7 @@ from nvflare_lazy.transport._nvflare_private import stock_via_downloader
 from nvflare_lazy.transport.segments.remote_source import open_remote
 
 if TYPE_CHECKING:
-    from nvflare_lazy.transport._backends import Family
+    from nvflare_lazy.transport._backends import ArrayBackend
 
 _thread = threading.local()
 
@@ -40,7 +40,7 @@ class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
         secure: Whether it has to be encrypted end to end when it is read here.
     """
 
-    __slots__ = ("_cell", "_family", "dtype", "secure", "shape")
+    __slots__ = ("_backend", "_cell", "dtype", "secure", "shape")
 
     # On the wire this is NVFlare's reference, which every peer knows; `type()` tells the difference.
     @property  # type: ignore[misc]
@@ -52,17 +52,24 @@ class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
         self.dtype: Any = None
         self.shape: tuple[int, ...] | None = None
         self.secure = False
-        self._family: Family | None = None
+        self._backend: ArrayBackend | None = None
         self._cell: weakref.ref[Any] | None = None
 
     @classmethod
     def of(
-        cls, fqcn: str, ref_id: str, item_id: str, dot: int, family: Family, described: tuple[Any, Any], cell: Any
+        cls,
+        fqcn: str,
+        ref_id: str,
+        item_id: str,
+        dot: int,
+        backend: ArrayBackend,
+        described: tuple[Any, Any],
+        cell: Any,
     ) -> LazyDownloadRef:
         """Make one that knows what it refers to, and how to get there."""
         made = cls(fqcn, ref_id, item_id, dot)
         made.dtype, made.shape = described
-        made._family = family
+        made._backend = backend
         made._cell = None if cell is None else weakref.ref(cell)
         return made
 
@@ -75,9 +82,9 @@ class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
             abort_signal: A signal to watch.
         """
         found = cell if cell is not None else self._cell() if self._cell is not None else None
-        if found is None or self._family is None:
+        if found is None or self._backend is None:
             raise TransferError(f"{self.item_id} of {self.fqcn} cannot be read without a cell: pass one")
-        return open_remote(self, self._family, found, timeout, abort_signal)
+        return open_remote(self, self._backend, found, timeout, abort_signal)
 
     def materialize(self, cell: Any = None, *, timeout: float = 600.0, abort_signal: Any = None) -> Any:
         """Read the tensor from where it is, and nothing else; see `lazy`."""

@@ -114,7 +114,7 @@ def _bad_payload(good: Any, fault: str, at: float) -> Any:
                 return b"".join([msgpack.packb([1, "torch", 10**6, total]), *[msgpack.packb(["x", 1, [], 0])] * 10])
             return b"".join(msgpack.packb(record) for record in [head, *records])
 
-    return Bad({name: good._values[name] for name in good.names}, good.family)
+    return Bad({name: good._values[name] for name in good.names}, good.backend)
 
 
 def receive(
@@ -139,13 +139,13 @@ def receive(
     from nvflare_lazy.transport._backends import TORCH
     from nvflare_lazy.transport._disk_consumer import receive_to_disk
     from nvflare_lazy.transport.receive import receive as receive_into
-    from nvflare_lazy.transport.segments.client import Link
+    from nvflare_lazy.transport.segments.client import RemotePayload
     from nvflare_lazy.transport.tensor_downloader import TensorConsumer
 
     abort = Signal()
     if abort_after is not None:
         threading.Timer(abort_after, abort.trigger, ["enough"]).start()
-    link = Link(offload.runtime, state.cell, fqcn, ref_id, timeout=timeout, abort=abort)
+    remote = RemotePayload(offload.runtime, state.cell, fqcn, ref_id, timeout=timeout, abort=abort)
     started = time.monotonic()
     outcome: dict[str, Any] = {"error": None, "text": "", "tensors": 0}
     job = JobScratch.open(root or state.scratch_root, job="tests", quota=quota, min_free=min_free, warn=False)
@@ -154,11 +154,11 @@ def receive(
             download = job.download(label=fqcn)
             if delete_after is not None:
                 threading.Timer(delete_after, shutil.rmtree, [str(download.path)]).start()
-            received: Any = receive_to_disk(TORCH, link, download)
+            received: Any = receive_to_disk(TORCH, remote, download)
             while hold is not None and not os.path.exists(hold):
                 time.sleep(0.05)
         else:
-            received = receive_into(TensorConsumer(), link)
+            received = receive_into(TensorConsumer(), remote)
         outcome["tensors"] = len(received)
         outcome["sum"] = sum(float(tensor.sum()) for tensor in received.values()) if quota is None else None
     except Exception as error:
@@ -273,4 +273,4 @@ def be_impatient(state: State) -> None:
 
     way.FIRST_NEWS_SECONDS = 0.5
     client._STALL_SECONDS = 0.1
-    client._ASK_AGAIN_SECONDS = 0.2
+    client._RETRY_SECONDS = 0.2

@@ -99,16 +99,16 @@ def arrays(kind: str) -> dict[str, Any]:
     return {name: np.asarray(value) for name, value in tensors(kind).items()}
 
 
-def payload(family: str, kind: str) -> dict[str, Any]:
-    return tensors(kind) if family == "torch" else arrays(kind)
+def payload(backend: str, kind: str) -> dict[str, Any]:
+    return tensors(kind) if backend == "torch" else arrays(kind)
 
 
 # ---- doing ---------------------------------------------------------------------------------------------------------
 
 
-def send(state: State, target: str, family: str, kind: str, **kwargs: Any) -> str:
+def send(state: State, target: str, backend: str, kind: str, **kwargs: Any) -> str:
     """Send a payload and wait for the answer; return the code of it."""
-    return send_value(state, target, payload(family, kind), **kwargs)
+    return send_value(state, target, payload(backend, kind), **kwargs)
 
 
 def send_value(
@@ -144,7 +144,7 @@ def offload(state: State, on: bool) -> None:
         switch.reset()
 
 
-def compare(state: State, family: str, kind: str, lazy: bool) -> list[str]:
+def compare(state: State, backend: str, kind: str, lazy: bool) -> list[str]:
     """Say what of the last payload is not as it was sent."""
     import numpy as np
     import torch
@@ -152,7 +152,7 @@ def compare(state: State, family: str, kind: str, lazy: bool) -> list[str]:
     from nvflare_lazy.tensors.lazy_array import LazyArray
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 
-    expected = payload(family, kind)
+    expected = payload(backend, kind)
     received = state.payloads[-1]["model"]
     wrong = []
     if list(received) != list(expected):
@@ -161,13 +161,13 @@ def compare(state: State, family: str, kind: str, lazy: bool) -> list[str]:
         got = received[name]
         if isinstance(got, (LazyTensor, LazyArray)) != lazy:
             wrong.append(f"{name} is a {type(got).__name__}")
-        if not isinstance(got, torch.Tensor if family == "torch" else np.ndarray):
-            wrong.append(f"{name} is no {family}")
+        if not isinstance(got, torch.Tensor if backend == "torch" else np.ndarray):
+            wrong.append(f"{name} is no {backend}")
         if got.dtype != want.dtype or tuple(got.shape) != tuple(want.shape):
             wrong.append(f"{name} is {got.dtype} {tuple(got.shape)}")
             continue
         plain = got.materialize() if lazy else got
-        if family == "torch":
+        if backend == "torch":
             same = torch.equal(_bits(plain), _bits(want))
         else:
             same = plain.tobytes() == np.ascontiguousarray(want).tobytes()

@@ -276,22 +276,22 @@ def test_sent_from_where_it_is():
 # ---- sinks ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", [TORCH, NUMPY], ids=["torch", "numpy"])
-def test_sinks_take_any_order(tmp_path, family, monkeypatch):
+@pytest.mark.parametrize("backend", [TORCH, NUMPY], ids=["torch", "numpy"])
+def test_sinks_take_any_order(tmp_path, backend, monkeypatch):
     """Segments in any order, cut anywhere, make the same values in memory and on disk, over several files."""
     monkeypatch.setattr(shards, "_MAX_NAMES_PER_FILE", 3)
     random = np.random.default_rng(3)
     values = {
         f"T{i}": torch.from_numpy(random.standard_normal(int(n))) for i, n in enumerate([5, 0, 900, 1, 0, 33, 7, 0])
     }
-    if family is NUMPY:
+    if backend is NUMPY:
         values = {name: tensor.numpy() for name, tensor in values.items()}
     values["T8"] = values["T2"]
-    payload = Payload(values, family)
-    manifest = manifests.decode(payload.encoded_manifest, family, "site-1")
+    payload = Payload(values, backend)
+    manifest = manifests.decode(payload.encoded_manifest, backend, "site-1")
     delivered = {}
-    memory = MemorySink(manifest, family, delivered.__setitem__)
-    disk = shards.PreallocatedShards(manifest, family, UnmanagedDirectory(tmp_path))
+    memory = MemorySink(manifest, backend, delivered.__setitem__)
+    disk = shards.PreallocatedShards(manifest, backend, UnmanagedDirectory(tmp_path))
     starts = list(range(0, manifest.nbytes, 1000))
     random.shuffle(starts)
     for start in starts:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns of whole tensors: in the order of asking, within the budget, and nobody waits for those who are slow."""
+"""Whole tensors take slots in the order of asking, within the budget; a slow one keeps no other waiting."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from nvflare.fuel.f3.streaming.download_service import ProduceRC
 
 from nvflare_lazy.transport import _flow_control as whole_items
 from nvflare_lazy.transport import _nvflare_private
-from nvflare_lazy.transport._flow_control import InflightBudget, Turns
+from nvflare_lazy.transport._flow_control import InflightBudget, WholeTensorThrottle
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
 from nvflare_lazy.transport.offload import TransferRuntime
-from nvflare_lazy.transport.segments.client import Link
+from nvflare_lazy.transport.segments.client import RemotePayload
 
 
 @pytest.fixture
-def turns():
-    return Turns(InflightBudget(32))
+def throttle():
+    return WholeTensorThrottle(InflightBudget(32))
 
 
 def start(function, *args, **kwargs):
@@ -37,80 +37,80 @@ def wait_until(condition):
         time.sleep(0.005)
 
 
-def test_as_many_as_fit(turns):
-    """Turns are given as long as the budget lasts, and again when one ends."""
-    first, second = turns.take(16), turns.take(16)
-    assert turns.take_if_free(1 << 10) is None
-    assert turns.used == 32
-    turns.end(first)
-    turns.end(first)  # once is enough
-    assert turns.take_if_free(16) is not None
-    turns.end(second)
-    assert turns.used == 16
+def test_as_many_as_fit(throttle):
+    """Slots are given as long as the budget lasts, and again when one ends."""
+    first, second = throttle.acquire(16), throttle.acquire(16)
+    assert throttle.acquire_if_free(1 << 10) is None
+    assert throttle.used == 32
+    throttle.release(first)
+    throttle.release(first)  # once is enough
+    assert throttle.acquire_if_free(16) is not None
+    throttle.release(second)
+    assert throttle.used == 16
 
 
-def test_header(turns):
+def test_header(throttle):
     """Tensors that just fit may bring their headers."""
-    turns.take(17)
-    assert turns.take_if_free(17) is not None
+    throttle.acquire(17)
+    assert throttle.acquire_if_free(17) is not None
 
 
-def test_larger_than_the_budget(turns):
+def test_larger_than_the_budget(throttle):
     """A tensor larger than the budget passes, alone."""
-    turn = turns.take(1000)
-    assert turns.take_if_free(1) is None
-    turns.end(turn)
-    assert turns.take_if_free(1) is not None
+    slot = throttle.acquire(1000)
+    assert throttle.acquire_if_free(1) is None
+    throttle.release(slot)
+    assert throttle.acquire_if_free(1) is not None
 
 
-def test_in_the_order_of_asking(turns):
+def test_in_the_order_of_asking(throttle):
     """Whoever has just had a turn stands behind those who waited meanwhile."""
     got = []
-    turn = turns.take(32)
+    slot = throttle.acquire(32)
 
     def ask(name, after=None):
-        mine = turns.take(32, after=after, give_up=lambda: False)
+        mine = throttle.acquire(32, after=after, give_up=lambda: False)
         got.append(name)
-        turns.end(mine)
+        throttle.release(mine)
 
     threads = []
     for place, name in enumerate(("second", "third"), 1):
         threads.append(start(ask, name))
-        wait_until(lambda place=place: len(turns._line) == place)
-    assert turns.take_if_free(0) is None  # nor does anybody slip in
-    threads.append(start(ask, "first, again", turn))
+        wait_until(lambda place=place: len(throttle._line) == place)
+    assert throttle.acquire_if_free(0) is None  # nor does anybody slip in
+    threads.append(start(ask, "first, again", slot))
     for thread in threads:
         thread.join(5)
     assert got == ["second", "third", "first, again"]
 
 
-def test_who_is_slow(turns, monkeypatch):
+def test_who_is_slow(throttle, monkeypatch):
     """A tensor that takes long no longer counts, and whoever it went to does not wait for the next one."""
     monkeypatch.setattr(whole_items, "_SLOW_SECONDS", 0.05)
-    slow = turns.take(32)
-    quick = turns.take(32, give_up=lambda: False)
+    slow = throttle.acquire(32)
+    quick = throttle.acquire(32, give_up=lambda: False)
     assert slow.slow
     before = time.monotonic()
     monkeypatch.setattr(whole_items, "_SLOW_SECONDS", 60)
-    turns.take(32, after=slow, give_up=lambda: False)
+    throttle.acquire(32, after=slow, give_up=lambda: False)
     assert time.monotonic() - before < 1
-    assert turns.used == 64
+    assert throttle.used == 64
     assert not quick.slow
 
 
-def test_patience(turns, monkeypatch):
+def test_patience(throttle, monkeypatch):
     """Without a reason to give up, a receiver is answered after a little while whatever is under way."""
-    monkeypatch.setattr(whole_items, "_PATIENCE_SECONDS", 0.1)
-    turns.take(32)
-    turns.take(32)
-    assert turns.used == 64
+    monkeypatch.setattr(whole_items, "_MAX_WAIT_SECONDS", 0.1)
+    throttle.acquire(32)
+    throttle.acquire(32)
+    assert throttle.used == 64
 
 
-def test_giving_up(turns):
+def test_giving_up(throttle):
     """Who has a reason to give up waits until it holds."""
-    turns.take(32)
+    throttle.acquire(32)
     given_up = threading.Event()
-    thread = start(turns.take, 32, give_up=given_up.is_set)
+    thread = start(throttle.acquire, 32, give_up=given_up.is_set)
     time.sleep(0.1)
     assert thread.is_alive()
     given_up.set()
@@ -121,12 +121,12 @@ def test_giving_up(turns):
 def test_released_buffers():
     """Each time a tensor is gone whoever listens is told, with no lock held."""
     runtime, seen = TransferRuntime(), []
-    turns = runtime.throttle
-    runtime.on_buffers_released.append(lambda: seen.append(turns.used))
-    turn = turns.take(20)
-    turns.end(turns.take(10, after=turn))
+    throttle = runtime.throttle
+    runtime.on_buffers_released.append(lambda: seen.append(throttle.used))
+    slot = throttle.acquire(20)
+    throttle.release(throttle.acquire(10, after=slot))
     runtime.on_buffers_released.clear()
-    turns.end(turns.take(20))
+    throttle.release(throttle.acquire(20))
     assert seen == [10, 0]
 
 
@@ -136,8 +136,8 @@ def test_first_tensor_is_let_go():
     cell = SimpleNamespace(send_request=lambda **_: end, core_cell=SimpleNamespace(my_info=SimpleNamespace(fqcn="b")))
     consumer = Keeping()
     runtime = TransferRuntime()
-    consumer.attach(Link(runtime, cell, "a", "r"))
-    consumer.wait_for_turn()
+    consumer.attach(RemotePayload(runtime, cell, "a", "r"))
+    consumer.acquire_slot()
     assert runtime.throttle.used
     data = [bytes(1000)]
     assert consumer.consume("r", {"start": 0, "count": 1}, data) == {"start": 0, "count": 1}

@@ -25,22 +25,22 @@ def nothing_left(net):
         peer.call(scenes.forget)
 
 
-def send(net, sender, to, family="torch", kind="ten", **kwargs):
-    assert net[sender].call(scenes.send, net[to].fqcn, family, kind, **kwargs) == "ok"
+def send(net, sender, to, backend="torch", kind="ten", **kwargs):
+    assert net[sender].call(scenes.send, net[to].fqcn, backend, kind, **kwargs) == "ok"
 
 
 def forward(net, hop, to, **kwargs):
     assert net[hop].call(scenes.forward, net[to].fqcn, **kwargs) == "ok"
 
 
-@pytest.mark.parametrize("family", ["torch", "numpy"])
+@pytest.mark.parametrize("backend", ["torch", "numpy"])
 @pytest.mark.parametrize(("origin", "end"), [("server", "site_2"), ("site_2", "server")], ids=["task", "result"])
-def test_one_hop(net, family, origin, end):
+def test_one_hop(net, backend, origin, end):
     """Tensors and arrays pass a hop as references, in both directions."""
-    send(net, origin, "site_1", family, "odd", pass_through=True)
+    send(net, origin, "site_1", backend, "odd", pass_through=True)
     assert net["site_1"].call(scenes.kinds_received) == {"LazyDownloadRef"}
     forward(net, "site_1", end)
-    assert net[end].call(scenes.compare, family, "odd", False) == []
+    assert net[end].call(scenes.compare, backend, "odd", False) == []
 
 
 def test_two_hops(net):

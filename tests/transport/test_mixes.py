@@ -21,27 +21,27 @@ def kind(request):
 
 
 @pytest.fixture(params=["torch", "numpy"])
-def family(request):
+def backend(request):
     return request.param
 
 
-def exchange(net, sender, receiver, family, kind, lazy=False):
+def exchange(net, sender, receiver, backend, kind, lazy=False):
     """Send a payload and return what is wrong with what arrived."""
-    code = net[sender].call(scenes.send, net[receiver].fqcn, family, kind)
+    code = net[sender].call(scenes.send, net[receiver].fqcn, backend, kind)
     assert code == "ok"
-    wrong = net[receiver].call(scenes.compare, family, kind, lazy)
+    wrong = net[receiver].call(scenes.compare, backend, kind, lazy)
     net[receiver].call(scenes.forget)
     return wrong
 
 
 @pytest.mark.parametrize("sender", ["site_1", "site_2"], ids=["plugin", "stock"])
 @pytest.mark.parametrize("to_disk", [False, True], ids=["to memory", "to disk"])
-def test_to_plugin(net, sender, family, kind, to_disk):
+def test_to_plugin(net, sender, backend, kind, to_disk):
     """A receiver with the plugin gets the same values from both kinds of sender, in memory and on disk."""
     if sender == "site_2" and kind == "odd":
         kind = "odd for stock"
     net["server"].call(scenes.offload, to_disk)
-    assert exchange(net, sender, "server", family, kind, lazy=to_disk) == []
+    assert exchange(net, sender, "server", backend, kind, lazy=to_disk) == []
     assert net["server"].call(scenes.scratch_files) == []
 
 
@@ -53,6 +53,6 @@ def test_rare_types(net, to_disk):
     assert len(scenes.tensors("rare")) >= 2  # the newest of them are not in every release of torch
 
 
-def test_to_stock(net, family, kind):
+def test_to_stock(net, backend, kind):
     """A stock receiver gets the same values from a sender with the plugin."""
-    assert exchange(net, "server", "site_2", family, kind) == []
+    assert exchange(net, "server", "site_2", backend, kind) == []

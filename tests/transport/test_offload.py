@@ -47,8 +47,8 @@ def test_forked_child(tmp_path, monkeypatch):
     runtime = offload.runtime
     job_before = swap_job_scratch(JobScratch.open(tmp_path, job="parent", warn=False))
     before = runtime.use(ReceiveMode(True, 4 << 20))
-    taken = runtime.budget.take(4 << 20, holding=0)
-    slot = runtime.throttle.take(4 << 20)
+    taken = runtime.budget.acquire(4 << 20, holding=0)
+    slot = runtime.throttle.acquire(4 << 20)
     runtime.senders_with_package.add("site-1")
     runtime.on_buffers_released.append(lambda: os._exit(7))
     try:
@@ -60,8 +60,8 @@ def test_forked_child(tmp_path, monkeypatch):
                 ok = (
                     runtime.scratch_for(None) is not parent_scratch
                     and (runtime.budget.limit, runtime.budget.used) == (4 << 20, 0)
-                    and runtime.budget.take(4 << 20, holding=0)
-                    and runtime.throttle.take_if_free(4 << 20) is not None
+                    and runtime.budget.acquire(4 << 20, holding=0)
+                    and runtime.throttle.acquire_if_free(4 << 20) is not None
                     and not runtime.senders_with_package
                     and not runtime.downloads.active()
                 )
@@ -74,8 +74,8 @@ def test_forked_child(tmp_path, monkeypatch):
     finally:
         runtime.on_buffers_released.clear()
         runtime.senders_with_package.clear()
-        runtime.budget.give_back(4 << 20)
-        runtime.throttle.end(slot)
+        runtime.budget.release(4 << 20)
+        runtime.throttle.release(slot)
         runtime.use(before)
         reset_job_scratch()
         swap_job_scratch(job_before)
@@ -88,14 +88,14 @@ def test_first_answers_of_known_senders_are_not_throttled(known):
 
     from nvflare_lazy.transport._backends import TORCH
     from nvflare_lazy.transport._memory_consumer import MemoryConsumer
-    from nvflare_lazy.transport.segments.client import Link
+    from nvflare_lazy.transport.segments.client import RemotePayload
 
     runtime = TransferRuntime()
     if known:
         runtime.senders_with_package.add("site-1")
     consumer = MemoryConsumer(TORCH)
-    consumer.attach(Link(runtime, SimpleNamespace(), "site-1", "ref"))
-    consumer.wait_for_turn()
+    consumer.attach(RemotePayload(runtime, SimpleNamespace(), "site-1", "ref"))
+    consumer.acquire_slot()
     assert bool(runtime.throttle.used) is not known
-    consumer.end_turn()
+    consumer.release_slot()
     assert runtime.throttle.used == 0

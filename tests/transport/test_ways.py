@@ -15,7 +15,7 @@ from nvflare_lazy.transport._backends import TORCH
 from nvflare_lazy.transport._downloadable import PayloadDownloadable
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
 from nvflare_lazy.transport.offload import TransferRuntime
-from nvflare_lazy.transport.segments.client import Link
+from nvflare_lazy.transport.segments.client import RemotePayload
 
 VALUES = {"T0": torch.arange(6.0).reshape(2, 3), "T1": torch.tensor(7), "T2": torch.arange(6.0).reshape(2, 3)}
 
@@ -47,7 +47,7 @@ class WithinTheProcess:
     def receive(self, offer, download):
         if self.blocked:
             return None
-        payload = download.link.runtime.shared(Served)[download.link.ref_id]
+        payload = download.remote.runtime.shared(Served)[download.remote.ref_id]
         sink = download.open_sink(payload.manifest)
         sink.write(0, memoryview(payload.read(0, payload.manifest.nbytes)))
         return {"start": offer, "count": 0}
@@ -69,7 +69,7 @@ def download(runtime):
     sender = PayloadDownloadable(VALUES, 1 << 20, TORCH, cell, runtime)
     sender.set_transaction("tx", "ref")
     consumer = MemoryConsumer(TORCH)
-    consumer.attach(Link(runtime, cell, "a", "ref"))
+    consumer.attach(RemotePayload(runtime, cell, "a", "ref"))
     code, items, state = sender.produce(None, "b")
     first = dict(state)
     while code == ProduceRC.OK:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.tensors.byte_source import ByteSource
 
-_MOST_HEADER_BYTES = 1 << 20
-_MOST_ARRAY_HEADER_BYTES = 128 << 10
+_MAX_HEADER_BYTES = 1 << 20
+_MAX_ARRAY_HEADER_BYTES = 128 << 10
 
 
 def pack_tensor(name: str, value: Any, source: ByteSource) -> bytearray:
@@ -59,7 +59,7 @@ def unpack_tensors(item: Any, peer: str) -> Iterator[tuple[str, Any, tuple[int, 
         ProtocolError: If the item is not what its header says.
     """
     with _damage_reported(item, peer):
-        header = parse_message(item, f"an item from {peer}", max_header_bytes=_MOST_HEADER_BYTES)
+        header = parse_message(item, f"an item from {peer}", max_header_bytes=_MAX_HEADER_BYTES)
         view = memoryview(item)
         for name, (row, shape, offset, nbytes) in header.tensors.items():
             if row.torch is None:
@@ -131,7 +131,7 @@ def _member(archive: memoryview, info: zipfile.ZipInfo, peer: str) -> memoryview
 
 
 def _array_header(data: memoryview) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
-    stream = io.BytesIO(data[:_MOST_ARRAY_HEADER_BYTES])
+    stream = io.BytesIO(data[:_MAX_ARRAY_HEADER_BYTES])
     version = np.lib.format.read_magic(stream)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read is None:

@@ -19,10 +19,10 @@ from nvflare_lazy.transport import _nvflare_private
 
 if TYPE_CHECKING:
     from nvflare_lazy.transport._downloadable import Payload
-    from nvflare_lazy.transport._flow_control import Turn
+    from nvflare_lazy.transport._flow_control import Slot
     from nvflare_lazy.transport.offload import TransferRuntime
     from nvflare_lazy.transport.receive import PayloadConsumer
-    from nvflare_lazy.transport.segments.client import Link
+    from nvflare_lazy.transport.segments.client import RemotePayload
 
 
 class NVFlareItems:
@@ -50,29 +50,29 @@ class NVFlareItems:
         if not data:
             # The sender offered another way, which was blocked: asked for what follows item 0, it sends items.
             return {_nvflare_private.START: 0, _nvflare_private.COUNT: 0}
-        link = download.link
-        ahead = ReadAhead(link)
+        remote = download.remote
+        ahead = Prefetch(remote)
         try:
             while True:
                 # What comes next is about as large as what has come; only its arrival would tell.
-                ahead.ask_if_there_is_room(state, sum(map(len, data)))
+                ahead.prefetch_if_possible(state, sum(map(len, data)))
                 download.result = download.consume_items(data, download.result)
                 download.nbytes += sum(map(len, data))
                 if download.progress is not None:
-                    download.progress.bytes_came(download.nbytes)
+                    download.progress.bytes_received(download.nbytes)
                 # Emptied, not just let go: NVFlare's loop keeps the first list until the download is over.
                 data.clear()
                 ahead.written()
-                download.end_turn()
+                download.release_slot()
                 answer = ahead.take(state)
-                if answer is None or link.abort.triggered:
+                if answer is None or remote.abort.triggered:
                     return state
                 state, data = answer
         finally:
-            ahead.let_go()
+            ahead.release()
 
 
-class ReadAhead:
+class Prefetch:
     """Asks for the items after those that are here.
 
     Anything but items is left to NVFlare's own loop, which asks again: it knows what to do about the end, and about
@@ -80,38 +80,38 @@ class ReadAhead:
     written.
 
     Args:
-        link: Where the items come from.
+        remote: Where the items come from.
     """
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._turns = link.runtime.throttle
+    def __init__(self, remote: RemotePayload) -> None:
+        self._remote = remote
+        self._throttle = remote.runtime.throttle
         self._future: Future[Any] | None = None
         self._size = 0
-        self._here: Turn | None = None
-        self._ahead: Turn | None = None
+        self._here: Slot | None = None
+        self._ahead: Slot | None = None
 
-    def ask_if_there_is_room(self, state: dict[str, Any], size: int) -> None:
-        """Ask for what comes after `state`, without waiting for it, if nobody else waits for a turn.
+    def prefetch_if_possible(self, state: dict[str, Any], size: int) -> None:
+        """Ask for what comes after `state`, without waiting for it, if nobody else waits for a slot.
 
         Args:
             state: What has come.
             size: Bytes that the answer will have, as far as one can tell.
         """
         self._size = max(1, size)
-        self._ahead = self._turns.take_if_free(self._size)
+        self._ahead = self._throttle.acquire_if_free(self._size)
         if self._ahead is not None:
             self._future = download_request_thread_pool.submit(self._request, state)
 
     def written(self) -> None:
         """The items that had come are written."""
-        self._turns.end(self._here)
+        self._throttle.release(self._here)
 
     def take(self, state: dict[str, Any]) -> tuple[dict[str, Any], list[Any]] | None:
         """Wait for the answer, asking first if there was no room before; None if it is anything but items."""
         if self._ahead is None:
-            abort = self._link.abort
-            self._here = self._turns.take(self._size, after=self._here, give_up=lambda: abort.triggered)
+            abort = self._remote.abort
+            self._here = self._throttle.acquire(self._size, after=self._here, give_up=lambda: abort.triggered)
             self._future = download_request_thread_pool.submit(self._request, state)
         else:
             self._here, self._ahead = self._ahead, None
@@ -127,26 +127,26 @@ class ReadAhead:
             return None
         return (following, items) if isinstance(following, dict) and isinstance(items, list) else None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """End the turns."""
-        self._turns.end(self._here)
-        self._turns.end(self._ahead)
+        self._throttle.release(self._here)
+        self._throttle.release(self._ahead)
 
     def _request(self, state: dict[str, Any]) -> Any:
-        link = self._link
+        remote = self._remote
         payload = {
-            _nvflare_private.REF_ID: link.ref_id,
+            _nvflare_private.REF_ID: remote.ref_id,
             _nvflare_private.STATE: state,
             # As NVFlare's loop says it: the end that is answered to this request is not yet the end.
             _nvflare_private.CONFIRM_CAPABLE: True,
         }
-        return link.cell.send_request(
+        return remote.cell.send_request(
             channel=OBJ_DOWNLOADER_CHANNEL,
             topic=OBJ_DOWNLOADER_TOPIC,
-            target=link.from_fqcn,
+            target=remote.from_fqcn,
             request=new_cell_message({}, payload),
-            timeout=link.timeout,
-            secure=link.secure,
-            optional=link.optional,
-            abort_signal=link.abort,
+            timeout=remote.timeout,
+            secure=remote.secure,
+            optional=remote.optional,
+            abort_signal=remote.abort,
         )

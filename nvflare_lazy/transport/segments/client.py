@@ -47,14 +47,14 @@ FIRST_NEWS_SECONDS = 15.0
 _STALL_SECONDS = 3.0
 # After this time it is asked for again, and then less and less often: on a slow line it is still coming, and asking
 # would only make the line slower.
-_ASK_AGAIN_SECONDS = 30.0
-_MOST_ASK_AGAIN_SECONDS = 240.0
+_RETRY_SECONDS = 30.0
+_MAX_RETRY_SECONDS = 240.0
 # A peer to which there is no way at all, not even to ask, is given up sooner than one that is silent.
 _UNREACHABLE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Link:
+class RemotePayload:
     """Where a payload is, and how to talk to who has it.
 
     Attributes:
@@ -78,7 +78,7 @@ class Link:
     abort: Any = None
 
     @property
-    def leads_through_job(self) -> bool:
+    def passes_through_job(self) -> bool:
         """Whether one of the ends is a trainer's process, which only its client's job can be reached through."""
         ends = (self.from_fqcn, self.cell.core_cell.my_info.fqcn)
         return any(len(FQCN.split(end)) > _PARTS_OF_A_JOB for end in ends)
@@ -89,13 +89,13 @@ class Inbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._fetches: dict[str, Fetch] = {}
+        self._fetches: dict[str, SegmentDownload] = {}
         self._cells: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def open(self, fetch: Fetch) -> str:
+    def open(self, fetch: SegmentDownload) -> str:
         """Return the number that data for this download has to carry."""
         number = uuid.uuid4().hex
-        core = fetch.link.cell.core_cell
+        core = fetch.remote.cell.core_cell
         with self._lock:
             self._fetches[number] = fetch
             if core in self._cells:
@@ -113,14 +113,14 @@ class Inbox:
         data = protocol.Data.from_message(message)
         fetch = None if data is None else self._fetches.get(data.transfer)
         if data is not None and fetch is not None:
-            fetch.arrived(message.get_header(MessageHeaderKey.ORIGIN), data, message.payload)
+            fetch.on_data(message.get_header(MessageHeaderKey.ORIGIN), data, message.payload)
 
 
-class Fetch:
+class SegmentDownload:
     """Fetches a run of bytes.
 
     Args:
-        link: From where.
+        remote: From where.
         what: `protocol.MANIFEST`, `protocol.DATA` or `protocol.ITEM`.
         nbytes: How many bytes there are.
         write: Takes an offset and the bytes that belong there; called from several threads at once.
@@ -132,7 +132,7 @@ class Fetch:
 
     def __init__(
         self,
-        link: Link,
+        remote: RemotePayload,
         what: str,
         nbytes: int,
         write: Callable[[int, memoryview], None],
@@ -142,8 +142,8 @@ class Fetch:
         progress: Callable[[int], None] | None = None,
         first_news: float | None = None,
     ) -> None:
-        self.link = link
-        self._budget = link.runtime.budget
+        self.remote = remote
+        self._budget = remote.runtime.budget
         self._what = what
         self._item = item
         self._start = start
@@ -151,7 +151,7 @@ class Fetch:
         self._write = write
         self._progress = progress
         self._first_news = first_news
-        through = link.leads_through_job
+        through = remote.passes_through_job
         self._window = _WINDOW_THROUGH_JOB_BYTES if through else WINDOW_BYTES
         self._segment = _SEGMENT_THROUGH_JOB_BYTES if through else protocol.SEGMENT_BYTES
         self._changed = threading.Condition()
@@ -167,21 +167,21 @@ class Fetch:
         self._number = ""
         self._news = time.monotonic()
         self._reached = self._news
-        self._patience = _ASK_AGAIN_SECONDS
+        self._retry_after = _RETRY_SECONDS
         self._asked = self._news
 
     def run(self) -> None:
-        """Fetch everything, or raise why that cannot be."""
+        """SegmentDownload everything, or raise why that cannot be."""
         if not self._nbytes:
             return
-        self._number = self.link.runtime.shared(Inbox).open(self)
+        self._number = self.remote.runtime.shared(Inbox).open(self)
         try:
             while not self._is_complete():
                 self._check()
                 self._ask_for_more()
                 self._wait()
         finally:
-            self.link.runtime.shared(Inbox).close(self._number)
+            self.remote.runtime.shared(Inbox).close(self._number)
             self._close()
 
     def _is_complete(self) -> bool:
@@ -189,25 +189,26 @@ class Fetch:
             return self._done == self._nbytes and not self._writing and self._failure is None
 
     def _check(self) -> None:
-        link = self.link
+        remote = self.remote
         if self._failure is not None:
             # From a thread of NVFlare's: raised here with the trace it got there.
             raise self._failure
-        if link.abort is not None and link.abort.triggered:
-            reason = getattr(link.abort, "value", None)
+        if remote.abort is not None and remote.abort.triggered:
+            reason = getattr(remote.abort, "value", None)
             why = f": {reason}" if isinstance(reason, str) and reason else ""
-            raise TransferAbortedError(f"the transfer from {link.from_fqcn} was called off{why}")
+            raise TransferAbortedError(f"the transfer from {remote.from_fqcn} was called off{why}")
         silent = time.monotonic() - self._news
         if self._first_news is not None and not self._done and silent > self._first_news:
-            raise SegmentTimeoutError(f"{link.from_fqcn} did not answer a request for a segment in {silent:.0f} s")
-        if silent > link.timeout:
+            raise SegmentTimeoutError(f"{remote.from_fqcn} did not answer a request for a segment in {silent:.0f} s")
+        if silent > remote.timeout:
             raise PeerLostError(
-                f"{link.from_fqcn} has sent nothing for {silent:.0f} s, with {self._done} of {self._nbytes} bytes here"
+                f"{remote.from_fqcn} has sent nothing for {silent:.0f} s, "
+                f"with {self._done} of {self._nbytes} bytes here"
             )
         unreachable = time.monotonic() - max(self._reached, self._news)
-        if unreachable > min(_UNREACHABLE_SECONDS, link.timeout):
+        if unreachable > min(_UNREACHABLE_SECONDS, remote.timeout):
             raise PeerLostError(
-                f"there is no way to {link.from_fqcn} any more, with {self._done} of {self._nbytes} bytes here"
+                f"there is no way to {remote.from_fqcn} any more, with {self._done} of {self._nbytes} bytes here"
             )
 
     def _ask_for_more(self) -> None:
@@ -221,7 +222,7 @@ class Fetch:
                 if here and here + count > self._window:
                     return
                 holding = self._held
-            if not self._budget.take(_COPIES * count, holding=holding, timeout=_POLL_SECONDS):
+            if not self._budget.acquire(_COPIES * count, holding=holding, timeout=_POLL_SECONDS):
                 return
             with self._changed:
                 self._held += _COPIES * count
@@ -233,17 +234,17 @@ class Fetch:
             self._ask(offset, count)
 
     def _ask(self, offset: int, count: int) -> None:
-        link = self.link
-        request = protocol.Request(self._number, link.ref_id, self._what, self._start + offset, count, self._item)
-        errors = link.cell.core_cell.fire_and_forget(
+        remote = self.remote
+        request = protocol.Request(self._number, remote.ref_id, self._what, self._start + offset, count, self._item)
+        errors = remote.cell.core_cell.fire_and_forget(
             protocol.CHANNEL,
             protocol.REQUEST_TOPIC,
-            link.from_fqcn,
+            remote.from_fqcn,
             Message(request.to_headers(), None),
-            secure=link.secure,
-            optional=link.optional,
+            secure=remote.secure,
+            optional=remote.optional,
         )
-        if not errors.get(link.from_fqcn):
+        if not errors.get(remote.from_fqcn):
             self._reached = time.monotonic()
 
     def _wait(self) -> None:
@@ -254,9 +255,9 @@ class Fetch:
             if self._under_way and not self._writing:
                 silent = now - max(self._news, self._asked)
                 if silent > _STALL_SECONDS:
-                    self._stop_paying()
-                if silent > self._patience:
-                    self._ask_again(now)
+                    self._refund_budget()
+                if silent > self._retry_after:
+                    self._retry(now)
             elif not self._lost and not self._under_way:
                 # Waiting for room in the budget: that is nobody's silence.
                 self._news = max(self._news, now)
@@ -264,21 +265,21 @@ class Fetch:
         if self._progress is not None:
             self._progress(done)
 
-    def _stop_paying(self) -> None:
+    def _refund_budget(self) -> None:
         self._unpaid.update(self._under_way)
-        self._budget.give_back(self._held)
+        self._budget.release(self._held)
         self._held = 0
 
-    def _ask_again(self, now: float) -> None:
+    def _retry(self, now: float) -> None:
         self._lost.extend(self._under_way)
         self._under_way.clear()
         self._unpaid.clear()
         self._asked = now
-        self._patience = min(2 * self._patience, _MOST_ASK_AGAIN_SECONDS)
+        self._retry_after = min(2 * self._retry_after, _MAX_RETRY_SECONDS)
 
-    def arrived(self, origin: str, data: protocol.Data, payload: Any) -> None:
+    def on_data(self, origin: str, data: protocol.Data, payload: Any) -> None:
         """Take bytes that came in; called by NVFlare's threads."""
-        if origin != self.link.from_fqcn:
+        if origin != self.remote.from_fqcn:
             return
         offset = data.start - self._start
         with self._changed:
@@ -309,7 +310,7 @@ class Fetch:
             self._held -= paid
             self._done += count
             self._news = time.monotonic()
-            self._budget.give_back(paid)
+            self._budget.release(paid)
             if failure is not None:
                 self._fail(failure)
             self._changed.notify_all()
@@ -324,6 +325,6 @@ class Fetch:
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._writing)
-            self._budget.give_back(self._held)
+            self._budget.release(self._held)
             self._held = 0
             self._under_way.clear()

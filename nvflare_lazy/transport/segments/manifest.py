@@ -16,23 +16,23 @@ import msgpack
 from nvflare_lazy.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from nvflare_lazy.transport._backends import Family
+    from nvflare_lazy.transport._backends import ArrayBackend
 
 VERSION = 1
 # More tensors than any model has. Each takes memory here before its first byte has come.
-MOST_ITEMS = 500_000
-MOST_BYTES = 64 << 20
-_MOST_NAME_BYTES = 4096
-_MOST_AXES = 64
-_MOST_TOTAL = 1 << 62
+MAX_ITEMS = 500_000
+MAX_BYTES = 64 << 20
+_MAX_NAME_BYTES = 4096
+_MAX_AXES = 64
+_MAX_TOTAL_BYTES = 1 << 62
 
 
-class Item:
+class ManifestItem:
     """One tensor of a payload.
 
     Attributes:
         name: What the payload calls it.
-        dtype: A dtype of the family (torch or NumPy).
+        dtype: A dtype of the backend (torch or NumPy).
         shape: Its shape.
         nbytes: Bytes of its elements.
         offset: Where its bytes begin in the run of all bytes.
@@ -54,14 +54,14 @@ class Item:
 class Manifest:
     """All tensors of a payload, in the order in which their bytes lie."""
 
-    items: tuple[Item, ...]
+    items: tuple[ManifestItem, ...]
     nbytes: int
 
-    def by_name(self) -> Mapping[str, Item]:
+    def by_name(self) -> Mapping[str, ManifestItem]:
         """Return the items by name."""
         return {item.name: item for item in self.items}
 
-    def owners(self) -> Iterator[Item]:
+    def owners(self) -> Iterator[ManifestItem]:
         """Return the items that have bytes of their own."""
         return (item for item in self.items if not item.alias)
 
@@ -73,15 +73,15 @@ def lay_out(described: Iterable[tuple[str, Any, tuple[int, ...], int, object]]) 
         described: Name, dtype, shape and bytes of each, and a key that is the same for tensors with the same bytes
             (None if that is not known).
     """
-    items: list[Item] = []
-    first: dict[object, Item] = {}
+    items: list[ManifestItem] = []
+    first: dict[object, ManifestItem] = {}
     end = 0
     for name, dtype, shape, nbytes, key in described:
         twin = first.get((key, nbytes)) if key is not None and nbytes else None
         if twin is not None:
-            items.append(Item(name, dtype, shape, nbytes, twin.offset, True))
+            items.append(ManifestItem(name, dtype, shape, nbytes, twin.offset, True))
             continue
-        item = Item(name, dtype, shape, nbytes, end, False)
+        item = ManifestItem(name, dtype, shape, nbytes, end, False)
         items.append(item)
         end += nbytes
         if key is not None:
@@ -89,25 +89,25 @@ def lay_out(described: Iterable[tuple[str, Any, tuple[int, ...], int, object]]) 
     return Manifest(tuple(items), end)
 
 
-def encode(manifest: Manifest, family: Family) -> bytes:
+def encode(manifest: Manifest, backend: ArrayBackend) -> bytes:
     """Write a manifest for the wire."""
     packer = msgpack.Packer(autoreset=False)
-    packer.pack([VERSION, family.name, len(manifest.items), manifest.nbytes])
+    packer.pack([VERSION, backend.name, len(manifest.items), manifest.nbytes])
     for index, item in enumerate(manifest.items):
         name = None if item.name == default_name(index) else item.name
-        packer.pack([name, family.encode_dtype(item.dtype), item.shape, item.offset if item.alias else None])
+        packer.pack([name, backend.encode_dtype(item.dtype), item.shape, item.offset if item.alias else None])
     encoded: bytes = packer.bytes()
     return encoded
 
 
-def decode(data: bytes | bytearray | memoryview, family: Family, peer: str) -> Manifest:
+def decode(data: bytes | bytearray | memoryview, backend: ArrayBackend, peer: str) -> Manifest:
     """Read a manifest from the wire.
 
     Raises:
         ProtocolError: If it cannot be true.
     """
     try:
-        return _Decoder(data, family).manifest()
+        return _Decoder(data, backend).manifest()
     except ProtocolError as error:
         raise ProtocolError(f"{peer} announces tensors that cannot be: {error}") from None
     except (ValueError, TypeError, msgpack.exceptions.UnpackException, UnicodeDecodeError) as error:
@@ -120,13 +120,13 @@ def default_name(index: int) -> str:
 
 
 class _Decoder:
-    def __init__(self, data: bytes | bytearray | memoryview, family: Family) -> None:
-        self._family = family
+    def __init__(self, data: bytes | bytearray | memoryview, backend: ArrayBackend) -> None:
+        self._backend = backend
         self._unpacker = msgpack.Unpacker(
             max_buffer_size=max(len(data), 1),
-            max_array_len=max(_MOST_AXES, 64),
+            max_array_len=max(_MAX_AXES, 64),
             max_map_len=0,
-            max_str_len=_MOST_NAME_BYTES,
+            max_str_len=_MAX_NAME_BYTES,
             max_bin_len=0,
             max_ext_len=0,
             use_list=False,
@@ -135,12 +135,12 @@ class _Decoder:
         self._first: dict[int, int] = {}
 
     def manifest(self) -> Manifest:
-        version, family, count, total = self._next(4)
-        if version != VERSION or family != self._family.name:
-            raise ProtocolError(f"version {version!r} of a list of {family!r} where {self._family.name} was due")
-        if not _is_count(count) or count > MOST_ITEMS:
-            raise ProtocolError(f"{count!r} tensors, and at most {MOST_ITEMS} are taken")
-        items: list[Item] = []
+        version, backend, count, total = self._next(4)
+        if version != VERSION or backend != self._backend.name:
+            raise ProtocolError(f"version {version!r} of a list of {backend!r} where {self._backend.name} was due")
+        if not _is_count(count) or count > MAX_ITEMS:
+            raise ProtocolError(f"{count!r} tensors, and at most {MAX_ITEMS} are taken")
+        items: list[ManifestItem] = []
         names: set[str] = set()
         end = 0
         for index in range(count):
@@ -165,28 +165,28 @@ class _Decoder:
             raise ProtocolError(f"a record of {length} fields was due")
         return value
 
-    def _item(self, index: int, end: int) -> Item:
+    def _item(self, index: int, end: int) -> ManifestItem:
         name, encoded, shape, alias = self._next(4)
         name = default_name(index) if name is None else name
         if not isinstance(name, str) or not name or name == "__metadata__":
             raise ProtocolError(f"{name!r} cannot be the name of a tensor")
-        if not isinstance(shape, tuple) or len(shape) > _MOST_AXES or not all(_is_count(size) for size in shape):
+        if not isinstance(shape, tuple) or len(shape) > _MAX_AXES or not all(_is_count(size) for size in shape):
             raise ProtocolError(f"{name} has the shape {str(shape)[:80]}")
-        dtype = self._family.decode_dtype(encoded)
+        dtype = self._backend.decode_dtype(encoded)
         if dtype is None:
             raise ProtocolError(f"{name} is of the unknown type {str(encoded)[:80]!r}")
-        nbytes = self._family.nbytes(dtype, shape)
+        nbytes = self._backend.nbytes(dtype, shape)
         # An axis without elements hides none of the others: their strides would not fit into 63 bits.
-        if end + self._family.nbytes(dtype, tuple(max(size, 1) for size in shape)) > _MOST_TOTAL:
+        if end + self._backend.nbytes(dtype, tuple(max(size, 1) for size in shape)) > _MAX_TOTAL_BYTES:
             raise ProtocolError(f"{name} is too large, with the shape {str(shape)[:80]}")
         if alias is None:
             if nbytes:
                 self._first[end] = nbytes
-            return Item(name, dtype, shape, nbytes, end, False)
+            return ManifestItem(name, dtype, shape, nbytes, end, False)
         if self._first.get(alias) != nbytes:
             raise ProtocolError(f"{name} shares the bytes of a tensor that is not there, at {alias!r}")
-        return Item(name, dtype, shape, nbytes, alias, True)
+        return ManifestItem(name, dtype, shape, nbytes, alias, True)
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST_TOTAL
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_TOTAL_BYTES

@@ -29,7 +29,7 @@ VERSION = 1
 # twice as much takes even more, since it does not stay in the processor's cache from one copy to the next.
 SEGMENT_BYTES = 2 << 20
 # What a sender answers at most, whatever a later release asks for.
-MOST_BYTES_A_REQUEST = 8 << 20
+MAX_REQUEST_BYTES = 8 << 20
 
 # What a request can be about.
 MANIFEST = "manifest"
@@ -100,7 +100,7 @@ class Request:
             or what is None
             or start is None
             or count is None
-            or count > MOST_BYTES_A_REQUEST
+            or count > MAX_REQUEST_BYTES
             or not (item is None or isinstance(item, str))
         ):
             raise ProtocolError(f"a request that makes no sense: {str(fields)[:200]}")

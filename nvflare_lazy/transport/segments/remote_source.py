@@ -15,23 +15,23 @@ from nvflare_lazy.errors import PeerLostError, ProtocolError, SegmentTimeoutErro
 from nvflare_lazy.tensors.byte_source import ByteSource, MemorySource
 from nvflare_lazy.transport import _nvflare_private, offload
 from nvflare_lazy.transport.segments import protocol
-from nvflare_lazy.transport.segments.client import FIRST_NEWS_SECONDS, Fetch, Link
+from nvflare_lazy.transport.segments.client import FIRST_NEWS_SECONDS, RemotePayload, SegmentDownload
 
 if TYPE_CHECKING:
-    from nvflare_lazy.transport._backends import Family
+    from nvflare_lazy.transport._backends import ArrayBackend
 
 
 class RemoteSource(ByteSource):
     """The bytes of one tensor of a payload at another cell, which has this package, too.
 
     Args:
-        link: Where the payload is.
+        remote: Where the payload is.
         item: The tensor in it.
         nbytes: Its bytes.
     """
 
-    def __init__(self, link: Link, item: str, nbytes: int) -> None:
-        self._link = link
+    def __init__(self, remote: RemotePayload, item: str, nbytes: int) -> None:
+        self._remote = remote
         self._item = item
         self.nbytes = nbytes
 
@@ -39,8 +39,8 @@ class RemoteSource(ByteSource):
         def write(at: int, data: memoryview) -> None:
             buffer[at : at + len(data)] = data
 
-        Fetch(
-            self._link,
+        SegmentDownload(
+            self._remote,
             protocol.ITEM,
             len(buffer),
             write,
@@ -50,54 +50,54 @@ class RemoteSource(ByteSource):
         ).run()
 
     def describe(self) -> str:
-        return f"{self._item} at {self._link.from_fqcn}"
+        return f"{self._item} at {self._remote.from_fqcn}"
 
 
-def open_remote(ref: Any, family: Family, cell: Any, timeout: float, abort_signal: Any) -> Any:
+def open_remote(ref: Any, backend: ArrayBackend, cell: Any, timeout: float, abort_signal: Any) -> Any:
     """Return the tensor a reference points to, as a lazy one.
 
     Args:
         ref: The reference.
-        family: What kind of value it points to.
+        backend: What kind of value it points to.
         cell: The cell of this process.
         timeout: Seconds without news after which its owner counts as lost.
         abort_signal: A signal to watch.
     """
-    link = Link(offload.runtime, cell, ref.fqcn, ref.ref_id, timeout, ref.secure, abort=abort_signal)
+    remote = RemotePayload(offload.runtime, cell, ref.fqcn, ref.ref_id, timeout, ref.secure, abort=abort_signal)
     if ref.dtype is not None and ref.shape is not None:
-        nbytes = family.nbytes(ref.dtype, ref.shape)
+        nbytes = backend.nbytes(ref.dtype, ref.shape)
         try:
-            RemoteSource(link, ref.item_id, nbytes).read(0, min(nbytes, 1))
+            RemoteSource(remote, ref.item_id, nbytes).read(0, min(nbytes, 1))
         except SegmentTimeoutError:
             pass
         else:
-            return family.lazy(RemoteSource(link, ref.item_id, nbytes), ref.dtype, ref.shape)
-    return _whole_item(ref, family, link)
+            return backend.lazy(RemoteSource(remote, ref.item_id, nbytes), ref.dtype, ref.shape)
+    return _whole_item(ref, backend, remote)
 
 
-def _whole_item(ref: Any, family: Family, link: Link) -> Any:
-    """Fetch one item in NVFlare's form: all a sender without this package can do."""
+def _whole_item(ref: Any, backend: ArrayBackend, remote: RemotePayload) -> Any:
+    """SegmentDownload one item in NVFlare's form: all a sender without this package can do."""
     index = ref.item_id.removeprefix("T")
     if not index.isdigit():
         raise ProtocolError(f"{ref.item_id!r} is not what NVFlare calls an item of a payload")
     reply = request_download_chunk(
-        from_fqcn=link.from_fqcn,
-        ref_id=link.ref_id,
+        from_fqcn=remote.from_fqcn,
+        ref_id=remote.ref_id,
         # No items have come: a sender takes this for "go on from here".
         state={_nvflare_private.START: int(index), _nvflare_private.COUNT: 0},
-        per_request_timeout=link.timeout,
-        cell=link.cell,
-        abort_signal=link.abort,
-        secure=link.secure,
+        per_request_timeout=remote.timeout,
+        cell=remote.cell,
+        abort_signal=remote.abort,
+        secure=remote.secure,
     )
     code = reply.get_header(MessageHeaderKey.RETURN_CODE)
     payload = reply.payload
     if code != ReturnCode.OK or not isinstance(payload, dict):
-        raise PeerLostError(f"{link.from_fqcn} does not send {ref.item_id}: {code}")
+        raise PeerLostError(f"{remote.from_fqcn} does not send {ref.item_id}: {code}")
     items = payload.get(_nvflare_private.DATA)
     if payload.get(_nvflare_private.STATUS) != ProduceRC.OK or not items:
-        raise ProtocolError(f"{link.from_fqcn} has no {ref.item_id}")
-    for name, dtype, shape, data in family.unpack_item(items[0], link.from_fqcn):
+        raise ProtocolError(f"{remote.from_fqcn} has no {ref.item_id}")
+    for name, dtype, shape, data in backend.unpack_item(items[0], remote.from_fqcn):
         if name == ref.item_id:
-            return family.lazy(MemorySource(bytes(data)), dtype, shape)
-    raise ProtocolError(f"{link.from_fqcn} sent another item than {ref.item_id}")
+            return backend.lazy(MemorySource(bytes(data)), dtype, shape)
+    raise ProtocolError(f"{remote.from_fqcn} sent another item than {ref.item_id}")

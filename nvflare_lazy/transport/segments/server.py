@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MOST_THREADS = 32
+_MAX_THREADS = 32
 # Requests of one receiver in line: far more than its downloads have under way. The others it has to ask for again.
-_MOST_WAITING = 1024
+_MAX_WAITING = 1024
 
 
 class SegmentServer:
@@ -41,7 +41,7 @@ class SegmentServer:
         self._payloads: weakref.WeakValueDictionary[str, Payload] = weakref.WeakValueDictionary()
         self._cells: weakref.WeakSet[Any] = weakref.WeakSet()
         self._queues: dict[tuple[int, str], deque[_Job]] = {}
-        self._threads = SendingThreads(_MOST_THREADS, "nvflare_lazy_send")
+        self._threads = SenderPool(_MAX_THREADS, "nvflare_lazy_send")
 
     def offer(self, ref_id: str, payload: Payload) -> None:
         """Answer requests for this payload from now on, as long as somebody else keeps it."""
@@ -75,7 +75,7 @@ class SegmentServer:
             queue = self._queues.get(key)
             if queue is not None:
                 # Whoever asks again for what is still in line gets it once.
-                if len(queue) < _MOST_WAITING and all(waiting.request != request for waiting in queue):
+                if len(queue) < _MAX_WAITING and all(waiting.request != request for waiting in queue):
                     queue.append(job)
                 return
             self._queues[key] = deque([job])
@@ -90,7 +90,7 @@ class SegmentServer:
                     del self._queues[key]
                     return
                 job = queue.popleft()
-                crowded = len(self._queues) > _MOST_THREADS
+                crowded = len(self._queues) > _MAX_THREADS
             try:
                 self._answer(job)
             except Exception:
@@ -161,7 +161,7 @@ class _Job:
 _LINGER_SECONDS = 5.0
 
 
-class SendingThreads:
+class SenderPool:
     """Calls functions on a few threads.
 
     Args:

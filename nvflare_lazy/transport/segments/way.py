@@ -10,7 +10,7 @@ from nvflare_lazy.errors import ProtocolError, SegmentTimeoutError
 from nvflare_lazy.transport import _nvflare_private
 from nvflare_lazy.transport.segments import manifest as manifests
 from nvflare_lazy.transport.segments import protocol
-from nvflare_lazy.transport.segments.client import FIRST_NEWS_SECONDS, Fetch
+from nvflare_lazy.transport.segments.client import FIRST_NEWS_SECONDS, SegmentDownload
 from nvflare_lazy.transport.segments.server import SegmentServer
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Segments:
         return None if items else protocol.Offer.from_state(state.get(protocol.KEY))
 
     def receive(self, offer: protocol.Offer, download: PayloadConsumer) -> dict[str, Any] | None:
-        """Fetch the manifest, check it, and fetch all bytes."""
+        """SegmentDownload the manifest, check it, and fetch all bytes."""
         try:
             _fetch(offer, download)
         except SegmentTimeoutError as error:
@@ -58,25 +58,25 @@ class Segments:
 
 
 def _fetch(offer: protocol.Offer, download: PayloadConsumer) -> None:
-    link = download.link
-    if offer.items > manifests.MOST_ITEMS or offer.manifest_nbytes > manifests.MOST_BYTES:
+    remote = download.remote
+    if offer.items > manifests.MAX_ITEMS or offer.manifest_nbytes > manifests.MAX_BYTES:
         raise ProtocolError(
-            f"{link.from_fqcn} offers {offer.items} tensors in a list of {offer.manifest_nbytes} bytes; "
-            f"at most {manifests.MOST_ITEMS} in {manifests.MOST_BYTES} are taken"
+            f"{remote.from_fqcn} offers {offer.items} tensors in a list of {offer.manifest_nbytes} bytes; "
+            f"at most {manifests.MAX_ITEMS} in {manifests.MAX_BYTES} are taken"
         )
     listed = memoryview(bytearray(offer.manifest_nbytes))
 
     def write(offset: int, data: memoryview) -> None:
         listed[offset : offset + len(data)] = data
 
-    Fetch(link, protocol.MANIFEST, offer.manifest_nbytes, write, first_news=FIRST_NEWS_SECONDS).run()
-    manifest = manifests.decode(listed, download.family, link.from_fqcn)
+    SegmentDownload(remote, protocol.MANIFEST, offer.manifest_nbytes, write, first_news=FIRST_NEWS_SECONDS).run()
+    manifest = manifests.decode(listed, download.backend, remote.from_fqcn)
     if len(manifest.items) != offer.items or manifest.nbytes != offer.nbytes:
         raise ProtocolError(
-            f"{link.from_fqcn} offers {offer.items} tensors of {offer.nbytes} bytes, but lists "
+            f"{remote.from_fqcn} offers {offer.items} tensors of {offer.nbytes} bytes, but lists "
             f"{len(manifest.items)} of {manifest.nbytes}"
         )
     sink = download.open_sink(manifest)
-    progress = None if download.progress is None else download.progress.bytes_came
-    Fetch(link, protocol.DATA, manifest.nbytes, sink.write, progress=progress).run()
+    progress = None if download.progress is None else download.progress.bytes_received
+    SegmentDownload(remote, protocol.DATA, manifest.nbytes, sink.write, progress=progress).run()
     download.nbytes = manifest.nbytes

@@ -34,8 +34,8 @@ def test_round_trip(items):
     """Names, types, shapes and places come back, and tensors with the same bytes share their place."""
     laid = manifests.lay_out(described(items))
     read = manifests.decode(manifests.encode(laid, TORCH), TORCH, "site-1")
-    fields = [[getattr(item, name) for name in manifests.Item.__slots__] for item in laid.items]
-    assert [[getattr(item, name) for name in manifests.Item.__slots__] for item in read.items] == fields
+    fields = [[getattr(item, name) for name in manifests.ManifestItem.__slots__] for item in laid.items]
+    assert [[getattr(item, name) for name in manifests.ManifestItem.__slots__] for item in read.items] == fields
     assert read.nbytes == sum(item.nbytes for item in read.owners())
 
 

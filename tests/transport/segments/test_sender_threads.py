@@ -11,7 +11,7 @@ import time
 import pytest
 
 from nvflare_lazy.transport.segments import server as sending_threads
-from nvflare_lazy.transport.segments.server import SendingThreads
+from nvflare_lazy.transport.segments.server import SenderPool
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def running():
 
 def test_all_calls_run_on_few_threads():
     """Every call is made, by no more threads than allowed, at the same time; then the threads end."""
-    threads = SendingThreads(3, "sends")
+    threads = SenderPool(3, "sends")
     together, lock, seen, done = threading.Barrier(3), threading.Lock(), set(), []
 
     def call(number):
@@ -54,7 +54,7 @@ def test_all_calls_run_on_few_threads():
 
 def test_calls_one_after_the_other_share_a_thread():
     """A thread that is free is used again."""
-    threads = SendingThreads(32, "sends")
+    threads = SenderPool(32, "sends")
     names = []
     for number in range(20):
         threads.call(lambda: names.append(threading.current_thread().name))
@@ -69,8 +69,8 @@ def test_calls_one_after_the_other_share_a_thread():
 def test_a_process_ends_without_waiting():
     """A process whose sender is stuck ends at once all the same, and quietly."""
     program = (
-        "import threading; from nvflare_lazy.transport.segments.server import SendingThreads; "
-        "SendingThreads(1, 'sends').call(threading.Event().wait, 60)"
+        "import threading; from nvflare_lazy.transport.segments.server import SenderPool; "
+        "SenderPool(1, 'sends').call(threading.Event().wait, 60)"
     )
     started = time.monotonic()
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=50)

@@ -27,7 +27,7 @@ def served(monkeypatch):
         answered.append((job.requester, job.request.start))
 
     monkeypatch.setattr(SegmentServer, "_answer", answer)
-    monkeypatch.setattr(server_module, "_MOST_THREADS", 2)
+    monkeypatch.setattr(server_module, "_MAX_THREADS", 2)
     server = SegmentServer()
 
     def ask(requester, start):
@@ -59,7 +59,7 @@ def test_asked_twice(served):
 
 def test_without_end(served, monkeypatch):
     """Whoever asks and asks has a line of limited length, and keeps nobody else waiting."""
-    monkeypatch.setattr(server_module, "_MOST_WAITING", 20)
+    monkeypatch.setattr(server_module, "_MAX_WAITING", 20)
     ask, gate, answered = served
     for start in range(10_000):
         ask("site-1", start)
