@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How components of ours find each other in a job: through NVFlare's own context, under names of ours."""
+"""How our components find each other, and the global model, in NVFlare's context of a job."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from nvflare.apis.fl_context import FLContext
+from nvflare.app_common.abstract.model import ModelLearnableKey
+from nvflare.app_common.app_constant import AppConstants
 
 from nvflare_lazy.scratch import reset_job_scratch
 
@@ -20,7 +23,7 @@ _ROUND_LOG = "nvflare_lazy.round_log"
 
 
 def set_persistor(fl_ctx: FLContext, persistor: LazyModelPersistor) -> None:
-    """Let others find the persistor."""
+    """Register the persistor."""
     fl_ctx.set_prop(_PERSISTOR, persistor, private=True, sticky=True)
 
 
@@ -31,7 +34,7 @@ def persistor_of(fl_ctx: FLContext | None) -> LazyModelPersistor | None:
 
 
 def set_offload(fl_ctx: FLContext, offload: TensorOffload) -> None:
-    """Let others find the offload component."""
+    """Register the offload component."""
     fl_ctx.set_prop(_OFFLOAD, offload, private=True, sticky=True)
 
 
@@ -42,20 +45,27 @@ def offload_of(fl_ctx: FLContext | None) -> TensorOffload | None:
 
 
 def set_round_log(fl_ctx: FLContext, log: RoundLog) -> None:
-    """Let others find the log of rounds."""
+    """Register the log of rounds."""
     fl_ctx.set_prop(_ROUND_LOG, log, private=True, sticky=True)
 
 
 def round_log_of(fl_ctx: FLContext | None) -> RoundLog | None:
-    """Return the log of rounds, if somebody keeps one."""
+    """Return the log of rounds, if the job has one."""
     found: RoundLog | None = fl_ctx.get_prop(_ROUND_LOG) if fl_ctx else None
     return found
 
 
-def release_scratch(fl_ctx: FLContext) -> None:
-    """Release, at the end of a run, the scratch that nobody configured; the offload component sees to its own.
+def global_weights(fl_ctx: FLContext | None) -> Mapping[str, Any] | None:
+    """Return the global model that the controller sent, or None if there is none."""
+    learnable = fl_ctx.get_prop(AppConstants.GLOBAL_MODEL) if fl_ctx else None
+    weights = learnable.get(ModelLearnableKey.WEIGHTS) if isinstance(learnable, Mapping) else None
+    return weights if isinstance(weights, Mapping) and weights else None
 
-    Job processes end in a way that leaves nothing to do later.
+
+def release_scratch(fl_ctx: FLContext) -> None:
+    """Release the default scratch at the end of a run; `TensorOffload` releases its own.
+
+    Job processes end without running exit handlers.
     """
     if offload_of(fl_ctx) is None:
         reset_job_scratch()

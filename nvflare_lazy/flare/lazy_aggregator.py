@@ -18,7 +18,6 @@ from nvflare.apis.fl_constant import ReservedKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
-from nvflare.app_common.abstract.model import ModelLearnableKey
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 from nvflare.app_common.aggregators.weighted_aggregation_helper import AggregationStatsKey
 from nvflare.app_common.app_constant import AppConstants
@@ -139,7 +138,7 @@ class LazyAggregator(ModelAggregator):
             ResultMismatchError: If it cannot be used; the round goes on without it.
         """
         try:
-            self._round.take(model, self._global_weights())
+            self._round.take(model, job_context.global_weights(self.fl_ctx))
         except ResultMismatchError as error:
             self._skip(client_of(model), str(error))
             raise
@@ -173,7 +172,7 @@ class LazyAggregator(ModelAggregator):
         params = results.params
         self._warn_if_in_memory(params)
         numpy = any(holds_arrays(tensors) for tensors in params.values())
-        base = self._global_weights()
+        base = job_context.global_weights(self.fl_ctx)
         output = ModelOutput.of(self.fl_ctx, self._expected_bytes(params))
         try:
             result = self._aggregation(kind).run(
@@ -221,11 +220,6 @@ class LazyAggregator(ModelAggregator):
         offload = job_context.offload_of(self.fl_ctx)
         return DEFAULT_MEMORY_BUDGET if offload is None else offload.memory_budget
 
-    def _global_weights(self) -> Mapping[str, Any] | None:
-        learnable = self.fl_ctx.get_prop(AppConstants.GLOBAL_MODEL) if self.fl_ctx else None
-        weights = learnable.get(ModelLearnableKey.WEIGHTS) if isinstance(learnable, Mapping) else None
-        return weights if isinstance(weights, Mapping) and weights else None
-
     def _named(self, tensors: LazyTensorDict, base: Mapping[str, Any] | None, *, numpy: bool) -> dict[str, Any]:
         """Return the next global model, its tensors in the order the model had them in before."""
         weights = as_weights(tensors.entries, numpy=numpy)
@@ -233,7 +227,7 @@ class LazyAggregator(ModelAggregator):
         return dict(sorted(weights.items(), key=lambda item: order.get(item[0], len(order))))
 
     def _unchanged(self) -> FLModel:
-        return FLModel(params=dict(self._global_weights() or {}), params_type=ParamsType.FULL)
+        return FLModel(params=dict(job_context.global_weights(self.fl_ctx) or {}), params_type=ParamsType.FULL)
 
     def _expected_bytes(self, params: Mapping[str, Mapping[str, Any]]) -> int:
         return max((sum(int(value.nbytes) for value in tensors.values()) for tensors in params.values()), default=0)

@@ -12,7 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nvflare.apis.fl_constant import FLMetaKey
+from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
+from nvflare.apis.fl_constant import FLContextKey, FLMetaKey, ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.weighted_aggregation_helper import (
     WeightedAggregationHelper,
@@ -22,16 +25,45 @@ from nvflare.app_common.app_constant import AppConstants
 
 from nvflare_lazy.errors import ResultMismatchError
 from nvflare_lazy.flare.weights import is_weight
-from nvflare_lazy.tensors.entry import geometry_of
 from nvflare_lazy.transport.failed import failure_of
 
 CLIENT_NAME = "client_name"
+_MODEL_KINDS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
 _MAX_NAMES = 3
+
+
+def model_result(fl_ctx: FLContext) -> DXO | None:
+    """Return the result that NVFlare is processing, or None if it has no plain tensors."""
+    result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
+    if not isinstance(result, Shareable) or result.get_return_code() != ReturnCode.OK:
+        return None
+    try:
+        dxo = from_shareable(result)
+    except ValueError:
+        return None
+    if dxo.data_kind not in _MODEL_KINDS or dxo.get_meta_prop(MetaKey.PROCESSED_ALGORITHM) is not None:
+        return None
+    return dxo if isinstance(dxo.data, dict) else None
+
+
+def find_failure(client: str, params: Mapping[str, Any], model: Mapping[str, Any] | None) -> Exception | None:
+    """Return why no aggregator can use a result: it was not received, or a shape differs from the global model.
+
+    Args:
+        client: The client that sent the result.
+        params: The tensors of the result.
+        model: The global model, if it is known.
+    """
+    failure = failure_of(params)
+    mismatch = find_shape_mismatch(params, model) if failure is None and model is not None else None
+    if mismatch is not None:
+        failure = ResultMismatchError(f"the result of {client} does not match the global model: {mismatch}")
+    return failure
 
 
 @dataclass(frozen=True)
 class Result:
-    """One client's result."""
+    """The result of one client."""
 
     params: dict[str, Any]
     weight: float
@@ -40,10 +72,10 @@ class Result:
 
 @dataclass
 class RoundResults:
-    """What came in a round.
+    """The usable results of a round, until they are aggregated.
 
     Args:
-        aggregation_weights: A factor for the weight of some clients.
+        aggregation_weights: Factors for the weights of some clients.
     """
 
     aggregation_weights: Mapping[str, float] = field(default_factory=dict)
@@ -51,34 +83,34 @@ class RoundResults:
     results: dict[str, Result] = field(default_factory=dict)
 
     def take(self, model: FLModel, reference: Mapping[str, Any] | None) -> str:
-        """Take a result, or raise and take nothing of it.
+        """Add a result to the round, all-or-nothing.
 
         Args:
             model: The result.
-            reference: The global model it has to fit, if there is one.
+            reference: The global model, if it is known.
 
         Returns:
             The name of the client.
 
         Raises:
-            ResultMismatchError: If it does not fit the global model, or the results before it.
+            ResultMismatchError: If the result does not match the global model or earlier results.
         """
         client = client_of(model)
         failure = failure_of(model.params)
         if failure is not None:
             raise ResultMismatchError(f"the result of {client} could not be received: {failure}") from failure
         if client in self.results:
-            raise ResultMismatchError(f"{client} has sent a second result for this round; the first one counts")
+            raise ResultMismatchError(f"{client} sent a second result for this round; the first one is used")
         if not isinstance(model.params, dict):
-            raise ResultMismatchError(f"the result of {client} holds no dictionary of tensors")
+            raise ResultMismatchError(f"the result of {client} is not a dictionary of tensors")
         if self.params_type is not None and model.params_type != self.params_type:
             raise ResultMismatchError(
-                f"{client} has sent {_kind(model.params_type)} and others {_kind(self.params_type)}: "
+                f"{client} sent {_kind(model.params_type)}, other clients sent {_kind(self.params_type)}; "
                 "set the same params_transfer_type for all clients"
             )
-        wrong = find_mismatch(model.params, model.params if reference is None else reference)
-        if wrong is not None:
-            raise ResultMismatchError(f"the result of {client} does not fit the global model: {wrong}")
+        mismatch = find_mismatch(model.params, model.params if reference is None else reference)
+        if mismatch is not None:
+            raise ResultMismatchError(f"the result of {client} does not match the global model: {mismatch}")
         weight = self.aggregation_weights.get(client, 1.0) * steps_of(model)
         self.params_type = model.params_type
         self.results[client] = Result(model.params, weight, model.metrics)
@@ -94,14 +126,14 @@ class RoundResults:
         """The tensors of each client."""
         return {client: result.params for client, result in self.results.items()}
 
-    def mean_metrics(self, took_part: list[str], warn: Callable[[str, str], None]) -> dict[str, Any] | None:
-        """Return the weighted mean of the metrics of those who took part, as NVFlare's FedAvg does.
+    def mean_metrics(self, clients: list[str], warn: Callable[[str, str], None]) -> dict[str, Any] | None:
+        """Return the weighted mean of the metrics of these clients, as NVFlare's FedAvg does.
 
-        One client without metrics leaves the round without; values that cannot be averaged are left out.
+        If one client has no metrics, there is no mean. Values that cannot be averaged are skipped.
         """
         helper = WeightedAggregationHelper()
         warned: set[str] = set()
-        for client in sorted(took_part):
+        for client in sorted(clients):
             result = self.results[client]
             if result.metrics is None:
                 return None
@@ -111,7 +143,7 @@ class RoundResults:
         return helper.get_result() or None
 
     def clear(self) -> None:
-        """Let go of the tensors: the messages they came in may be held for longer, so they are emptied."""
+        """Release the tensors. NVFlare may keep the messages for longer, so their dictionaries are emptied."""
         for result in self.results.values():
             result.params.clear()
         self.results.clear()
@@ -119,13 +151,13 @@ class RoundResults:
 
 
 def client_of(model: FLModel) -> str:
-    """Return who sent a result."""
+    """Return the client that sent a result."""
     name = (model.meta or {}).get(CLIENT_NAME)
     return name if isinstance(name, str) and name else str(AppConstants.CLIENT_UNKNOWN)
 
 
 def steps_of(model: FLModel) -> float:
-    """Return how many steps a result says it was trained for, or 1 if it does not say so believably."""
+    """Return the number of training steps that a result reports, or 1 if it is missing or invalid."""
     value = (model.meta or {}).get(FLMetaKey.NUM_STEPS_CURRENT_ROUND)
     if value is None or isinstance(value, bool):
         return 1.0
@@ -137,41 +169,40 @@ def steps_of(model: FLModel) -> float:
 
 
 def _kind(params_type: ParamsType | None) -> str:
-    return "nothing known" if params_type is None else f"params of type {params_type.value}"
+    return "params of an unknown type" if params_type is None else f"params of type {params_type.value}"
 
 
 def find_mismatch(weights: Mapping[str, Any], reference: Mapping[str, Any]) -> str | None:
-    """Say what keeps weights from fitting a model, or None if they do. Fewer tensors than the model has are fine.
+    """Describe how weights differ from a model in names and shapes, or return None. Tensors may be missing.
 
     Args:
         weights: Tensors or arrays by name, lazy or not.
-        reference: The model, in either form.
+        reference: The model, as tensors or arrays.
     """
     if not weights:
-        return "it holds no tensors"
+        return "it has no tensors"
     unexpected = [name for name in weights if name not in reference]
     if unexpected:
         return f"the global model has no {_some(unexpected)}"
     for name, value in weights.items():
         if not is_weight(value):
-            return f"{name!r} is a {type(value).__name__}, neither a tensor nor an array"
-        _, shape = geometry_of(value)
-        _, wanted = geometry_of(reference[name])
-        if shape != wanted:
-            return f"{name!r} has the shape {list(shape)}; in the global model it is {list(wanted)}"
+            return f"{name!r} must be a tensor or an array, got {type(value).__name__}"
+        shape, expected = tuple(value.shape), tuple(reference[name].shape)
+        if shape != expected:
+            return f"{name!r} has shape {list(shape)}, expected {list(expected)}"
     return None
 
 
 def find_shape_mismatch(weights: Mapping[str, Any], reference: Mapping[str, Any]) -> str | None:
-    """Say which tensor has another shape than in the model, or None. What only one of them has is not looked at.
+    """Describe the first tensor whose shape differs from the model, or return None.
 
-    Other aggregators than ours may want what the model has not, but none can add what has another shape: NVFlare's own
-    would find out with half of the result in its sum.
+    Other aggregators may use tensors that the model does not have, but none can add tensors of different shapes:
+    NVFlare's would fail with half of the result in its sum.
     """
     for name, value in weights.items():
-        wanted = reference.get(name)
-        if is_weight(value) and is_weight(wanted) and tuple(value.shape) != tuple(wanted.shape):  # type: ignore[union-attr]
-            return f"{name!r} has the shape {list(value.shape)}, not {list(wanted.shape)}"  # type: ignore[union-attr]
+        expected: Any = reference.get(name)
+        if is_weight(value) and is_weight(expected) and tuple(value.shape) != tuple(expected.shape):
+            return f"{name!r} has shape {list(value.shape)}, expected {list(expected.shape)}"
     return None
 
 

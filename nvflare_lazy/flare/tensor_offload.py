@@ -1,51 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TensorOffload`: the one component that makes an existing job receive its tensors on disk.
+"""`TensorOffload`: the component that makes an existing job receive its tensors on disk.
 
-It puts this package's handlers in place, leases the scratch of the job, keeps one client's broken result from harming
-the others, and says what happened. Controllers, aggregators, persistors and filters stay what they are.
+It registers this package's handlers, leases the scratch of the job, rejects results that no aggregator can use, and
+logs each round. Controllers, aggregators, persistors and filters are unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nvflare.apis.analytix import AnalyticsDataType
-from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.utils.analytix_utils import create_analytic_dxo, send_analytic_dxo
-from nvflare.app_common.abstract.model import ModelLearnableKey
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 
 from nvflare_lazy._text import format_size, parse_size
-from nvflare_lazy.errors import ResultMismatchError, ScratchError
+from nvflare_lazy.errors import ScratchError
 from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.malloc_tuning import MallocTrimmer, tune_malloc
-from nvflare_lazy.flare.result_validation import find_shape_mismatch
+from nvflare_lazy.flare.result_validation import find_failure, model_result
 from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
 from nvflare_lazy.flare.weights import is_lazy, is_weight
 from nvflare_lazy.scratch import JobScratch, swap_job_scratch
 from nvflare_lazy.transport import offload
-from nvflare_lazy.transport.failed import failure_of
 from nvflare_lazy.transport.registration import register, registered
 
 DEFAULT_MEMORY_BUDGET = "128MiB"
-_MODEL_KINDS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
 _TAG = "nvflare_lazy/"
-# As `ClientAPIExecutor` calls it; other executors train where they are.
+# The name in `ClientAPIExecutor`; other executors train in the job process.
 _IN_PROCESS = "in_process"
 
 
 class TensorOffload(FLComponent):
     """Receives tensors and arrays on disk, in the process whose configuration names it.
 
-    On the server it takes the clients' results; on a client, the global model. It works with peers that do not have
+    On the server, these are the results of the clients; on a client, the global model. The other side does not need
     this package.
 
     | to                                    | set                                                            |
@@ -77,13 +72,13 @@ class TensorOffload(FLComponent):
         self.scratch_quota = scratch_quota
         self.min_free = min_free
         self.memory_budget = memory_budget
-        # What is under way to this process; the rest is for whoever combines it.
+        # A quarter for data in flight to this process; aggregation uses the rest.
         self._inflight_bytes = max(1, parse_size(memory_budget) // 4)
         if scratch_quota is not None:
             parse_size(scratch_quota)
         self._engine: Any = None
         self._scratch: JobScratch | None = None
-        # What to put back when the run ends: `install()` in this process, and a run around this one, outlast it.
+        # Restored when the run ends: `install()` in this process, or another run, may have set them.
         self._before: tuple[JobScratch | None, offload.ReceiveMode | None] | None = None
         self._log: RoundLog | None = None
         self._round: int | None = None
@@ -95,15 +90,15 @@ class TensorOffload(FLComponent):
         if event_type == EventType.START_RUN:
             self._start(fl_ctx)
         elif event_type == EventType.AFTER_TASK_DATA_FILTER:
-            self._note_sent(fl_ctx)
+            self._on_task_sent(fl_ctx)
         elif event_type == EventType.BEFORE_TASK_RESULT_FILTER:
-            self._note_received(fl_ctx)
+            self._on_result(fl_ctx)
         elif event_type == EventType.AFTER_TASK_RESULT_FILTER:
-            self._check(fl_ctx)
+            self._validate(fl_ctx)
         elif event_type == AppEventType.ROUND_STARTED:
             self._start_round(fl_ctx.get_prop(AppConstants.CURRENT_ROUND))
         elif event_type == AppEventType.AFTER_CONTRIBUTION_ACCEPT:
-            self._note_settled(fl_ctx)
+            self._on_verdict(fl_ctx)
         elif event_type in (AppEventType.AFTER_LEARNABLE_PERSIST, EventType.END_WORKFLOW):
             self._end_round()
         elif event_type == EventType.END_RUN:
@@ -130,7 +125,7 @@ class TensorOffload(FLComponent):
         self._memory = MallocTrimmer(parse_size(self.memory_budget), forwards_only=forwards_only)
         offload.runtime.on_buffers_released.append(self._memory.look)
         job_context.set_offload(fl_ctx, self)
-        self._log = RoundLog(_records(fl_ctx), self._say, self._measure)
+        self._log = RoundLog(_records_path(fl_ctx), self._log_line, self._send_metrics)
         job_context.set_round_log(fl_ctx, self._log)
         self.log_info(
             fl_ctx,
@@ -153,51 +148,45 @@ class TensorOffload(FLComponent):
 
     # ---- one result ----------------------------------------------------------------------------------------------
 
-    def _note_sent(self, fl_ctx: FLContext) -> None:
+    def _on_task_sent(self, fl_ctx: FLContext) -> None:
         client, task = _peer(fl_ctx), fl_ctx.get_prop(FLContextKey.TASK_DATA)
         number = task.get_header(AppConstants.CURRENT_ROUND) if isinstance(task, Shareable) else None
         if self._log is None or not client:
             return
         if number is not None and number != self._round:
-            # NVFlare's SCAFFOLD, for one, does not say that a round starts.
+            # Some controllers, such as NVFlare's SCAFFOLD, do not announce rounds.
             self._start_round(number, announced=False)
         self._log.on_task_sent(client)
 
-    def _note_received(self, fl_ctx: FLContext) -> None:
-        client, result = _peer(fl_ctx), _result_of(fl_ctx)
+    def _on_result(self, fl_ctx: FLContext) -> None:
+        client, result = _peer(fl_ctx), model_result(fl_ctx)
         if self._log is None or not client or result is None:
             return
-        # SCAFFOLD has more tensors beside the model.
+        # SCAFFOLD sends control variates in the metadata.
         parts = (part for part in (result.data, *result.meta.values()) if isinstance(part, dict))
         values = [value for part in parts for value in part.values() if is_weight(value)]
         on_disk = any(map(is_lazy, values))
         self._log.on_result(client, sum(value.nbytes for value in values), len(values), on_disk=on_disk)
 
-    def _check(self, fl_ctx: FLContext) -> None:
-        """Find out before an aggregator does, half way through, that a result cannot be used."""
-        client, result = _peer(fl_ctx), _result_of(fl_ctx)
+    def _validate(self, fl_ctx: FLContext) -> None:
+        """Reject a result before an aggregator fails with half of it in its sum."""
+        client, result = _peer(fl_ctx), model_result(fl_ctx)
         if not client or result is None:
             return
-        data = result.data
-        failure = failure_of(data)
+        failure = find_failure(client, result.data, job_context.global_weights(fl_ctx))
         if failure is None:
-            learnable = fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)
-            weights = learnable.get(ModelLearnableKey.WEIGHTS) if isinstance(learnable, Mapping) else None
-            wrong = find_shape_mismatch(data, weights) if isinstance(weights, Mapping) else None
-            if wrong is None:
-                return
-            failure = ResultMismatchError(f"the result of {client} does not fit the global model: {wrong}")
-        # A result without tensors is left out by controllers and does no harm to aggregators, none of which expects
-        # that reading a tensor fails when half of them are added already.
-        data.clear()
+            return
+        # Controllers skip a result without tensors, and aggregators tolerate it; none of them tolerates that reading a
+        # tensor fails after half of the result is added.
+        result.data.clear()
         if fl_ctx.get_prop(FLContextKey.TASK_NAME) == AppConstants.TASK_SUBMIT_MODEL:
-            # Cross-site evaluation would have all clients evaluate the empty model.
+            # Otherwise all clients would evaluate an empty model.
             fl_ctx.get_prop(FLContextKey.TASK_RESULT).set_return_code(ReturnCode.EXECUTION_RESULT_ERROR)
         self.log_warning(fl_ctx, f"Rejected the result of {client}: {failure}", fire_event=False)
         if self._log is not None:
             self._log.on_skip(client, str(failure))
 
-    def _note_settled(self, fl_ctx: FLContext) -> None:
+    def _on_verdict(self, fl_ctx: FLContext) -> None:
         client = _peer(fl_ctx)
         if self._log is None or not client:
             return
@@ -227,10 +216,10 @@ class TensorOffload(FLComponent):
                 self.logger.warning("Tensor handlers were replaced by %s; restoring nvflare-lazy's.", registered())
                 register()
 
-    def _say(self, line: str) -> None:
+    def _log_line(self, line: str) -> None:
         self.logger.info("%s", line)
 
-    def _measure(self, record: RoundRecord) -> None:
+    def _send_metrics(self, record: RoundRecord) -> None:
         engine = self._engine
         if engine is None:
             return
@@ -243,7 +232,7 @@ class TensorOffload(FLComponent):
 
 
 def _uses_external_trainer(fl_ctx: FLContext) -> bool:
-    """Whether this is a client's job process whose trainers are processes of their own."""
+    """Whether this is the job process of a client that trains in external processes."""
     router = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "task_router", None)
     executors = getattr(router, "task_table", {}).values()
     modes = {getattr(executor, "execution_mode", _IN_PROCESS) for executor in executors}
@@ -256,21 +245,7 @@ def _peer(fl_ctx: FLContext) -> str | None:
     return name
 
 
-def _result_of(fl_ctx: FLContext) -> DXO | None:
-    """Return the result that is being processed, or None if it has no tensors that are plainly there."""
-    result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
-    if not isinstance(result, Shareable) or result.get_return_code() != ReturnCode.OK:
-        return None
-    try:
-        dxo = from_shareable(result)
-    except ValueError:
-        return None
-    if dxo.data_kind not in _MODEL_KINDS or dxo.get_meta_prop(MetaKey.PROCESSED_ALGORITHM) is not None:
-        return None
-    return dxo if isinstance(dxo.data, dict) else None
-
-
-def _records(fl_ctx: FLContext) -> Path | None:
+def _records_path(fl_ctx: FLContext) -> Path | None:
     try:
         return Path(fl_ctx.get_workspace().get_run_dir(fl_ctx.get_job_id())) / FILE_NAME
     except (AttributeError, RuntimeError, OSError):

@@ -120,7 +120,7 @@ def test_statistics_are_where_and_what_nvflare_leaves(aggregator, result, fl_ctx
 
 UNFIT = {
     "a tensor nobody asked for": ({"a": [9.0, 9.0], "stranger": [1.0]}, "stranger"),
-    "another shape": ({"a": [9.0, 9.0], "b": [1.0, 2.0]}, r"'b' has the shape \[2\]"),
+    "another shape": ({"a": [9.0, 9.0], "b": [1.0, 2.0]}, r"'b' has shape \[2\]"),
     "nothing": ({}, "no tensors"),
 }
 
