@@ -120,7 +120,7 @@ def limit(contributors: Contributors, out: Path, threads: int) -> None:
 def engine(contributors: Contributors, out: Path, rule: object = "mean", **settings: object) -> None:
     """Aggregate with this project."""
     weights = contributors.weights if rule == "mean" else None
-    Aggregation(rule, durable=False, **settings).run(contributors.open(), out, weights=weights)
+    Aggregation(rule, fsync=False, **settings).run(contributors.open(), out, weights=weights)
 
 
 def stock(contributors: Contributors, out: Path) -> None:
@@ -194,7 +194,7 @@ def measure_once(budget: str, rule: str, out: str, *paths: str) -> None:
     """Aggregate once, and print by how many MiB anonymous memory grew."""
     contributions = {Path(path).stem: nvflare_lazy.open(path) for path in paths}
     with PeakMemory() as memory:
-        Aggregation(rule, memory_budget=budget, durable=False).run(contributions, out)
+        Aggregation(rule, memory_budget=budget, fsync=False).run(contributions, out)
     os.unlink(out)
     print(f"{memory.growth / MIB:.1f}")
 
@@ -204,7 +204,11 @@ def measure_rules(folder: Path, options: argparse.Namespace) -> None:
     contributors = Contributors(folder, 8, options.mib // 2, torch.float32)
     print(f"\n8 × {options.mib // 2} MiB float32, NumPy has all of it in memory before its clock starts:", flush=True)
     contributors.warm()
-    for rule in ({"name": "median"}, {"name": "trimmed_mean", "byzantine": 2}, {"name": "krum", "byzantine": 2}):
+    for rule in (
+        {"name": "median"},
+        {"name": "trimmed_mean", "num_byzantine": 2},
+        {"name": "krum", "num_byzantine": 2},
+    ):
         seconds, grown = [], 0
         for _ in range(options.rounds):
             with PeakMemory(0.01) as memory:

@@ -19,7 +19,7 @@ from nvflare_lazy.recipes import FedAvgRecipe
 HERE = Path(__file__).parent
 SITES = 4
 POISONED = "site-4"
-RULES = {"mean": {}, "trimmed_mean": {"byzantine": 1}}
+RULES = {"mean": {}, "trimmed_mean": {"num_byzantine": 1}}
 GOOD, RUINED = 0.9, 0.7
 
 

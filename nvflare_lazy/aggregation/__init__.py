@@ -7,7 +7,7 @@ The third step of the walk of a round: contributions lie on disk, and so does wh
 from nvflare_lazy.aggregation._engine.threads import Progress
 from nvflare_lazy.aggregation._round import AggregationResult
 from nvflare_lazy.aggregation.api import Aggregation, ParamsType, aggregate
-from nvflare_lazy.aggregation.reduction import LinearCombination, Reduction, Selection
+from nvflare_lazy.aggregation.reduction import LinearCombination, Reduction, SelectContributor
 from nvflare_lazy.aggregation.report import METADATA_KEY, AggregationReport, Provenance
 from nvflare_lazy.aggregation.rules import (
     Bulyan,
@@ -18,7 +18,7 @@ from nvflare_lazy.aggregation.rules import (
     Mean,
     Median,
     MultiKrum,
-    Round,
+    RoundContext,
     Rule,
     TrimmedMean,
     rule_names,
@@ -58,9 +58,9 @@ __all__ = [
     "Progress",
     "Provenance",
     "Reduction",
-    "Round",
+    "RoundContext",
     "Rule",
-    "Selection",
+    "SelectContributor",
     "ServerOptimizer",
     "SquaredNorms",
     "Statistic",

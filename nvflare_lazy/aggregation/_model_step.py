@@ -14,7 +14,7 @@ import torch
 
 from nvflare_lazy.aggregation._engine.memory import Arena, plan_memory
 from nvflare_lazy.aggregation._engine.rounding import FLOATS, ROUNDING_BYTES, round_into
-from nvflare_lazy.aggregation._engine.threads import work_through
+from nvflare_lazy.aggregation._engine.threads import run_tiles
 from nvflare_lazy.aggregation._engine.tile_io import InputVector, OutputVector, real_dtype, real_numel
 from nvflare_lazy.aggregation._optimizer_state import ModelFingerprint
 from nvflare_lazy.aggregation.schema import meta_of, read_entries
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
-    from nvflare_lazy.aggregation._engine.threads import Watch
+    from nvflare_lazy.aggregation._engine.threads import PassMonitor
     from nvflare_lazy.aggregation._optimizer_state import OptimizerStates
     from nvflare_lazy.aggregation.server_optimizers import ServerOptimizer, UnknownModelPolicy
     from nvflare_lazy.tensors.entry import TensorEntry
@@ -53,7 +53,7 @@ class _Run:
         return self.model.dtype in FLOATS
 
 
-class ModelStep:
+class OptimizerStep:
     """A step.
 
     Args:
@@ -81,14 +81,14 @@ class ModelStep:
         self,
         out: str | os.PathLike[str],
         states: OptimizerStates | None,
-        unknown_model: UnknownModelPolicy,
+        on_unknown_model: UnknownModelPolicy,
         *,
         budget: int,
         threads: int | None,
         max_shard_size: int | str | None,
-        durable: bool,
+        fsync: bool,
         metadata: Mapping[str, str],
-        watch: Watch,
+        monitor: PassMonitor,
     ) -> list[TensorFile]:
         """Write the next state, then the next model, and return its files."""
         state: Mapping[str, TensorEntry] = {}
@@ -96,10 +96,10 @@ class ModelStep:
             before = ModelFingerprint(self._specs)
             for name, entry in self._model.items():
                 before.read(name, entry)
-            state = read_entries(states.find(before.digest(), restart=unknown_model == "restart") or {}, "the state")
+            state = read_entries(states.find(before.digest(), restart=on_unknown_model == "restart") or {}, "the state")
         after = ModelFingerprint(self._specs)
         writer = StreamingWriter(
-            out, meta_of(self._specs), metadata=metadata, max_shard_size=max_shard_size, durable=durable
+            out, meta_of(self._specs), metadata=metadata, max_shard_size=max_shard_size, fsync=fsync
         )
         state_writer = None
         try:
@@ -111,7 +111,7 @@ class ModelStep:
                 for run in runs:
                     for vector in (run.model, run.update, *filter(None, run.state)):
                         borrowed.enter_context(vector)
-                self._compute(runs, after, budget, threads, watch)
+                self._compute(runs, after, budget, threads, monitor)
             for name in self._model.keys() - self._update.keys():
                 writer.copy(name, self._model[name].rows())
                 after.read(name, self._model[name])
@@ -119,10 +119,10 @@ class ModelStep:
                 for name in state.keys() - self._state_names():
                     state_writer.copy(name, state[name].rows())
                 state_writer.commit()
-                states.remember(state_path, after.digest())
+                states.record(state_path, after.digest())
             files = writer.commit()
             if states is not None:
-                states.tidy()
+                states.prune()
             return files
         finally:
             writer.abort()
@@ -182,7 +182,7 @@ class ModelStep:
             )
 
     def _compute(
-        self, runs: Sequence[_Run], after: ModelFingerprint, budget: int, threads: int | None, watch: Watch
+        self, runs: Sequence[_Run], after: ModelFingerprint, budget: int, threads: int | None, monitor: PassMonitor
     ) -> None:
         slots = len(self._initial)
         # Three buffers to read and write with, and float64 for the rest.
@@ -197,13 +197,13 @@ class ModelStep:
             else:
                 self._replace(run, start, out, arena)
             for name, offset, piece in run.new_model.pieces(start, buffer):
-                after.note(name, offset, piece)
+                after.add(name, offset, piece)
             run.new_model.write(start, buffer)
-            watch.advance(count * (run.model.dtype.itemsize + run.update.dtype.itemsize))
+            monitor.advance(count * (run.model.dtype.itemsize + run.update.dtype.itemsize))
 
         tasks = ((run, start) for run in runs for start in range(0, run.model.numel, plan.tile))
-        watch.begin(self._optimizer.name, sum(run.nbytes for run in runs))
-        work_through(tasks, work, plan, watch)
+        monitor.start(self._optimizer.name, sum(run.nbytes for run in runs))
+        run_tiles(tasks, work, plan, monitor)
 
     def _optimize(self, run: _Run, start: int, out: torch.Tensor, arena: Arena) -> None:
         values, difference, spare, *state = (
@@ -218,7 +218,7 @@ class ModelStep:
                 slot.fill_(initial)
             else:
                 _read(vector, start, slot, arena)
-        direction = self._optimizer.direct(difference, state, spare)
+        direction = self._optimizer.compute_update(difference, state, spare)
         round_into(out, values.add_(torch.mul(direction, self._optimizer.lr, out=spare)), arena)
         for slot, output in zip(state, run.new_state, strict=True):
             rounded, buffer = arena.take_buffer(output.dtype, out.numel())

@@ -49,7 +49,7 @@ class ModelFingerprint:
             ranges = [(0, nbytes)] if nbytes <= sample else [(0, sample // 2), (nbytes - sample // 2, nbytes)]
             self._samples[name] = [(begin, bytearray(end - begin)) for begin, end in ranges]
 
-    def note(self, name: str, offset: int, data: memoryview) -> None:
+    def add(self, name: str, offset: int, data: memoryview) -> None:
         """Take what is needed of some bytes of a tensor; each byte has to come once."""
         for begin, sample in self._samples[name]:
             first, last = max(begin, offset), min(begin + len(sample), offset + len(data))
@@ -88,18 +88,19 @@ class OptimizerStates:
         directory: Where they are; made if it is not there.
         optimizer: Name of the optimizer.
         slots: What it remembers of each element.
-        keep: How many states are kept; at least two, since the last but one is needed until the model is on the disk.
+        keep_states: How many states are kept; at least two, since the last but one is needed until the model is on
+            the disk.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], optimizer: str, slots: Collection[str], keep: int = 2
+        self, directory: str | os.PathLike[str], optimizer: str, slots: Collection[str], keep_states: int = 2
     ) -> None:
-        if keep < 2:
-            raise ValueError(f"at least the last 2 states have to be kept, not {keep}")
+        if keep_states < 2:
+            raise ValueError(f"at least the last 2 states have to be kept, not {keep_states}")
         self.directory = os.fspath(directory)
         self._optimizer = optimizer
         self._slots = sorted(slots)
-        self._keep = keep
+        self._keep_states = keep_states
         os.makedirs(self.directory, exist_ok=True)
         self._entries = self._load()
         self._current: _Entry | None = None
@@ -121,8 +122,8 @@ class OptimizerStates:
         if not found and self._entries and not restart:
             raise OptimizerStateError(
                 f"none of the states in {self.directory} belongs to this model: they are of steps "
-                f"{', '.join(str(entry.step) for entry in self._entries)}. Give the model of one of these steps, or "
-                "begin with a new state, by unknown_model='restart'"
+                f"{', '.join(str(entry.step) for entry in self._entries)}. Give the model of one of these steps, "
+                "or start with a new state: on_unknown_model='restart'"
             )
         self._current = found[-1] if found else _Entry(0, model, None)
         if self._current.file is None:
@@ -138,11 +139,11 @@ class OptimizerStates:
         """Return where to write the state of the next step."""
         return os.path.join(self.directory, f"{_PREFIX}{self.step + 1:06d}-{secrets.token_hex(4)}.safetensors")
 
-    def remember(self, path: str, model: str) -> None:
+    def record(self, path: str, model: str) -> None:
         """Note that a state has been written, before the model it belongs to appears."""
         assert self._current is not None
         older = [entry for entry in self._entries if entry.step < self.step]
-        kept = [*older, self._current, _Entry(self.step + 1, model, os.path.basename(path))][-self._keep :]
+        kept = [*older, self._current, _Entry(self.step + 1, model, os.path.basename(path))][-self._keep_states :]
         index = {"optimizer": self._optimizer, "slots": self._slots, "states": [asdict(entry) for entry in kept]}
         with AtomicFile(os.path.join(self.directory, _INDEX)) as file:
             file.write_at((json.dumps(index, indent=2) + "\n").encode(), 0)
@@ -151,7 +152,7 @@ class OptimizerStates:
         sync_directory(self.directory)
         self._entries = kept
 
-    def tidy(self) -> None:
+    def prune(self) -> None:
         """Remove the states that belong to no model that counts."""
         known = {entry.file for entry in self._entries}
         for name in os.listdir(self.directory):

@@ -18,7 +18,14 @@ from nvflare_lazy._text import parse_size
 from nvflare_lazy.aggregation._engine.passes import Engine
 from nvflare_lazy.aggregation._engine.tile import ContributionError
 from nvflare_lazy.aggregation.report import AggregationReport, Provenance, shares_of
-from nvflare_lazy.aggregation.schema import agree, checked_weights, groups_of, meta_of, read_entries, reasons
+from nvflare_lazy.aggregation.schema import (
+    group_tensors,
+    meta_of,
+    read_entries,
+    reasons,
+    resolve_schema,
+    validate_weights,
+)
 from nvflare_lazy.errors import (
     NonFiniteError,
     NothingToAggregateError,
@@ -33,11 +40,11 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping
 
-    from nvflare_lazy.aggregation._engine.threads import Watch
+    from nvflare_lazy.aggregation._engine.threads import PassMonitor
     from nvflare_lazy.aggregation.api import Aggregation
     from nvflare_lazy.aggregation.reduction import Reduction
     from nvflare_lazy.aggregation.rules import Rule
-    from nvflare_lazy.aggregation.schema import Agreement
+    from nvflare_lazy.aggregation.schema import RoundSchema
     from nvflare_lazy.aggregation.statistics import Statistic
     from nvflare_lazy.tensors.entry import TensorEntry
 
@@ -57,28 +64,30 @@ class AggregationResult:
     report: AggregationReport
 
 
-class _RoundOfRule:
+class _RuleContext:
     """What the rule gets to see."""
 
-    def __init__(self, agreement: Agreement, rule: Rule, params_type: str, has_reference: bool, engine: Engine) -> None:
-        self.names = agreement.names
-        self.weights = agreement.weights
+    def __init__(self, schema: RoundSchema, rule: Rule, params_type: str, has_reference: bool, engine: Engine) -> None:
+        self.names = schema.names
+        self.weights = schema.weights
         self.params_type = params_type
         self.has_reference = has_reference
         self.decisions: dict[str, Any] = {}
         self._rule = rule
         self._engine = engine
 
-    def gather(self, statistic: Statistic) -> Any:
-        if not self._rule.whole_updates:
-            raise TypeError(f"{type(self._rule).__name__} gathers statistics, so it must say whole_updates = True")
-        return self._engine.gather(statistic)
+    def compute_statistic(self, statistic: Statistic) -> Any:
+        if not self._rule.requires_all_tensors:
+            raise TypeError(
+                f"{type(self._rule).__name__} computes statistics, so it must set requires_all_tensors = True"
+            )
+        return self._engine.compute_statistic(statistic)
 
-    def note(self, **decisions: Any) -> None:
+    def annotate(self, **decisions: Any) -> None:
         self.decisions.update(decisions)
 
 
-class RunningRound:
+class RoundExecution:
     """A round with those who still take part in it.
 
     Args:
@@ -87,8 +96,8 @@ class RunningRound:
         contributions: For each contributor, tensors or arrays by name.
         weights: Weights by contributor.
         reference: The global model.
-        watch: Told about progress, and asked whether to go on.
-        release: Called with the name of each contributor once it is not read any more.
+        monitor: Told about progress, and asked whether to go on.
+        on_contribution_done: Called with the name of each contributor once it is not read any more.
     """
 
     def __init__(
@@ -99,17 +108,17 @@ class RunningRound:
         *,
         weights: Mapping[str, float] | None,
         reference: Mapping[str, Any] | None,
-        watch: Watch,
-        release: Callable[[str], object] | None,
+        monitor: PassMonitor,
+        on_contribution_done: Callable[[str], object] | None,
     ) -> None:
         self._config = config
         self._rule = rule
-        self._watch = watch
-        self._release = release
+        self._monitor = monitor
+        self._on_contribution_done = on_contribution_done
         self._exclude = None if config.exclude is None else re.compile(config.exclude)
-        self._weights = checked_weights([*contributions], weights)
+        self._weights = validate_weights([*contributions], weights)
         self._reference = None if reference is None else read_entries(reference, "the global model", self._exclude)
-        self._left_out: dict[str, Exception] = {}
+        self._skipped: dict[str, Exception] = {}
         self._excluded: set[str] = set()
         self._entries: dict[str, dict[str, TensorEntry]] = {}
         for name in sorted(contributions):
@@ -126,21 +135,21 @@ class RunningRound:
         while True:
             try:
                 with ExitStack() as until_the_end:
-                    tensors, agreement, provenance, reduction = self._attempt(out, metadata, until_the_end)
+                    tensors, schema, provenance, reduction = self._attempt(out, metadata, until_the_end)
                 break
             except ContributionError as failed:
                 if isinstance(failed.error, NonFiniteError) and self._config.on_non_finite == "error":
                     raise failed.error from None
-                self._leave_out(failed.contributor, failed.error)
-        for name in agreement.names:
-            self._let_go(name)
-        shares = shares_of(agreement, reduction)
+                self._skip(failed.contributor, failed.error)
+        for name in schema.names:
+            self._release(name)
+        shares = shares_of(schema, reduction)
         report = AggregationReport(
             provenance=provenance,
             partial={
-                key: tuple(agreement.names[index] for index in agreement.holders[key])
-                for key in agreement.specs
-                if len(agreement.holders[key]) < len(agreement.names)
+                key: tuple(schema.names[index] for index in schema.holders[key])
+                for key in schema.specs
+                if len(schema.holders[key]) < len(schema.names)
             },
             excluded=tuple(sorted(self._excluded)),
             tensors=len(tensors),
@@ -152,11 +161,11 @@ class RunningRound:
 
     def _attempt(
         self, out: str | os.PathLike[str], metadata: Mapping[str, str], until_the_end: ExitStack
-    ) -> tuple[LazyTensorDict, Agreement, Provenance, Reduction]:
+    ) -> tuple[LazyTensorDict, RoundSchema, Provenance, Reduction]:
         config, rule = self._config, self._rule
-        agreement = self._agree()
+        schema = self._resolve()
         has_reference = self._reference is not None
-        groups = groups_of(agreement, self._entries, self._reference if rule.uses_reference else None)
+        groups = group_tensors(schema, self._entries, self._reference if rule.uses_reference else None)
         for group in groups:
             group.borrow(until_the_end)
         engine = Engine(
@@ -165,54 +174,54 @@ class RunningRound:
             threads=config.threads,
             tile_bytes=None if config.tile_size is None else parse_size(config.tile_size),
             non_finite=config.on_non_finite,
-            watch=self._watch,
+            monitor=self._monitor,
         )
-        seen = _RoundOfRule(agreement, rule, config.params_type, has_reference, engine)
+        seen = _RuleContext(schema, rule, config.params_type, has_reference, engine)
         reduction = rule.prepare(seen)
         for group in groups:
             reduction.check(group)
-        shares = reduction.shares(tuple(range(len(agreement.names))))
+        shares = reduction.shares(tuple(range(len(schema.names))))
         provenance = Provenance(
             rule=rule.describe(),
             params_type=config.params_type,
-            contributors=agreement.names,
-            weights=None if shares is None else dict(zip(agreement.names, shares, strict=True)),
-            left_out=dict(self._left_out),
+            contributors=schema.names,
+            weights=None if shares is None else dict(zip(schema.names, shares, strict=True)),
+            skipped=dict(self._skipped),
             decisions=seen.decisions,
         )
         metadata = dict(sorted({**metadata, **provenance.as_metadata()}.items()))
         writer = StreamingWriter(
             out,
-            meta_of(agreement.specs),
+            meta_of(schema.specs),
             metadata=metadata,
             max_shard_size=config.max_shard_size,
-            durable=config.durable,
+            fsync=config.fsync,
         )
         try:
             engine.reduce(reduction, rule.describe()["name"], writer)
             tensors = LazyTensorDict.from_files(writer.commit(), metadata=metadata)
-            return tensors, agreement, provenance, reduction
+            return tensors, schema, provenance, reduction
         finally:
             writer.abort()
 
-    def _agree(self) -> Agreement:
+    def _resolve(self) -> RoundSchema:
         if not self._entries:
-            raise NothingToAggregateError("there is no contribution" + reasons(self._left_out))
-        agreement = agree(
+            raise NothingToAggregateError("there is no contribution" + reasons(self._skipped))
+        schema = resolve_schema(
             self._entries,
             self._weights,
             reference=self._reference,
-            whole_updates=self._rule.whole_updates,
+            requires_all_tensors=self._rule.requires_all_tensors,
             on_mismatch=self._config.on_mismatch,
         )
-        for name, error in agreement.left_out.items():
-            self._leave_out(name, error)
-        count, needed = len(agreement.names), max(self._rule.needs, self._config.min_contributors)
+        for name, error in schema.skipped.items():
+            self._skip(name, error)
+        count, needed = len(schema.names), max(self._rule.min_contributors, self._config.min_contributors)
         if count < needed:
             raise TooFewContributorsError(
-                f"{self._rule!r} with {count} contributors: at least {needed} are needed" + reasons(self._left_out)
+                f"{self._rule!r} with {count} contributors: at least {needed} are needed" + reasons(self._skipped)
             )
-        return agreement
+        return schema
 
     def _list(self, name: str, tensors: Mapping[str, Any]) -> None:
         """Find out what a contributor sent."""
@@ -223,16 +232,16 @@ class RunningRound:
         except (UnsupportedTensorError, UnsupportedDtypeError) as error:
             if self._config.on_mismatch == "error":
                 raise
-            self._leave_out(name, error)
+            self._skip(name, error)
         except Exception as error:
-            self._leave_out(name, error)
+            self._skip(name, error)
 
-    def _leave_out(self, name: str, error: Exception) -> None:
+    def _skip(self, name: str, error: Exception) -> None:
         logger.warning("%s does not take part in the aggregation: %s: %s", name, type(error).__name__, error)
-        self._left_out[name] = error
+        self._skipped[name] = error
         self._entries.pop(name, None)
-        self._let_go(name)
+        self._release(name)
 
-    def _let_go(self, name: str) -> None:
-        if self._release is not None:
-            self._release(name)
+    def _release(self, name: str) -> None:
+        if self._on_contribution_done is not None:
+            self._on_contribution_done(name)

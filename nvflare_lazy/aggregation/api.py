@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from nvflare_lazy._text import parse_size
-from nvflare_lazy.aggregation._engine.threads import Progress, Watch
+from nvflare_lazy.aggregation._engine.threads import PassMonitor, Progress
 from nvflare_lazy.aggregation._engine.tile import NonFinitePolicy
-from nvflare_lazy.aggregation._round import AggregationResult, RunningRound
+from nvflare_lazy.aggregation._round import AggregationResult, RoundExecution
 from nvflare_lazy.aggregation.rules import Rule, to_rule
 from nvflare_lazy.aggregation.schema import MismatchPolicy
 
@@ -36,10 +36,10 @@ class Aggregation:
 
     | to | set |
     |---|---|
-    | stand liars | `rule="trimmed_mean"`, or `rule={"name": "krum", "byzantine": 2}`, or a `Rule` |
+    | tolerate malicious contributors | `rule="trimmed_mean"`, or `rule={"name": "krum", "num_byzantine": 2}` |
     | use less memory, or more | `memory_budget="64MiB"` |
     | leave some tensors out | `exclude="running_(mean|var)$"` |
-    | go on without who does not fit | `on_mismatch="leave_out"`, `on_non_finite="leave_out"` |
+    | skip contributions that do not match | `on_mismatch="skip"`, `on_non_finite="skip"` |
     | get several files | `max_shard_size="5GB"` |
 
     Args:
@@ -50,18 +50,18 @@ class Aggregation:
         tile_size: Bytes of a tile in its type at most, for example "1MiB"; what runs fastest, if not given.
         exclude: A regular expression: tensors with such a name are in no result.
         on_mismatch: What to do about a contribution whose names, shapes or dtypes differ from what most contributors,
-            or the global model, have: raise "error", or "leave_out".
+            or the global model, have: raise ("error"), or "skip" it.
         on_non_finite: What to do about NaN and infinity in a floating-point tensor of a contribution: "keep" it and
-            compute with it, "leave_out" that contribution, or raise "error".
+            compute with it, "skip" that contribution, or raise "error".
         min_contributors: With fewer left, raise.
         max_shard_size: Split a larger result into files of at most so many bytes.
-        durable: Whether the result must survive a power failure. Where something else sees to that later, without is
+        fsync: Whether the result must survive a power failure. Where something else sees to that later, without is
             faster.
 
     Example:
-        >>> aggregation = Aggregation(rule="median", on_mismatch="leave_out")
+        >>> aggregation = Aggregation(rule="median", on_mismatch="skip")
         >>> result = aggregation.run({"site-1": update_1, "site-2": update_2, "site-3": update_3}, "global.safetensors")
-        >>> result.report.left_out
+        >>> result.report.skipped
     """
 
     rule: str | Mapping[str, Any] | Rule = "mean"
@@ -74,7 +74,7 @@ class Aggregation:
     on_non_finite: NonFinitePolicy = "keep"
     min_contributors: int = 1
     max_shard_size: int | str | None = None
-    durable: bool = True
+    fsync: bool = True
 
     def __post_init__(self) -> None:
         to_rule(self.rule)
@@ -107,8 +107,8 @@ class Aggregation:
         reference: Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
         progress: Callable[[Progress], object] | None = None,
-        cancel: Callable[[], bool] | None = None,
-        release: Callable[[str], object] | None = None,
+        should_cancel: Callable[[], bool] | None = None,
+        on_contribution_done: Callable[[str], object] | None = None,
     ) -> AggregationResult:
         """Aggregate a round.
 
@@ -119,21 +119,22 @@ class Aggregation:
             reference: The global model. If it is given, its names and shapes are right, whatever contributors say.
             metadata: Text to store in the result beside its provenance.
             progress: Called now and then in this thread.
-            cancel: Asked now and then whether to stop, for example the `is_set` of an event. What was written until
-                then is removed.
-            release: Called with the name of each contributor once, as soon as its contribution is not read any more.
+            should_cancel: Called repeatedly; if it returns true, the aggregation stops and what was written is removed.
+                For example, the `is_set` of an event.
+            on_contribution_done: Called once with the name of each contributor, as soon as its contribution is no
+                longer read.
 
         Raises:
             AggregationError: There is no result; `errors.py` draws the tree.
         """
-        return RunningRound(
+        return RoundExecution(
             self,
             to_rule(self.rule),
             contributions,
             weights=weights,
             reference=reference,
-            watch=Watch(progress, cancel),
-            release=release,
+            monitor=PassMonitor(progress, should_cancel),
+            on_contribution_done=on_contribution_done,
         ).run(out, metadata or {})
 
 
@@ -152,13 +153,13 @@ def aggregate(
     on_non_finite: NonFinitePolicy = "keep",
     min_contributors: int = 1,
     max_shard_size: int | str | None = None,
-    durable: bool = True,
+    fsync: bool = True,
     reference: Mapping[str, Any] | None = None,
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[Progress], object] | None = None,
-    cancel: Callable[[], bool] | None = None,
-    release: Callable[[str], object] | None = None,
-    report: Callable[[AggregationReport], object] | None = None,
+    should_cancel: Callable[[], bool] | None = None,
+    on_contribution_done: Callable[[str], object] | None = None,
+    on_report: Callable[[AggregationReport], object] | None = None,
 ) -> LazyTensorDict:
     """Make one model of many, tile by tile, within a memory budget.
 
@@ -171,21 +172,21 @@ def aggregate(
         rule: The rule, by name, by name and parameters, or as an object.
         weights: Weights by contributor; one each, if not given.
         memory_budget: Bytes of memory for tiles.
-        params_type: See `Aggregation`, as for all arguments down to `durable`.
+        params_type: See `Aggregation`, as for all arguments down to `fsync`.
         threads: How many threads.
         tile_size: Bytes of a tile at most.
         exclude: A regular expression: tensors with such a name are not in the result.
-        on_mismatch: "error" or "leave_out".
-        on_non_finite: "keep", "leave_out" or "error".
+        on_mismatch: "error" or "skip".
+        on_non_finite: "keep", "skip" or "error".
         min_contributors: With fewer left, raise.
         max_shard_size: Split a larger result into files of at most so many bytes.
-        durable: Whether the result must survive a power failure.
+        fsync: Whether the result must survive a power failure.
         reference: The global model; see `Aggregation.run`, as for all that follow.
         metadata: Text to store in the result.
         progress: Called now and then.
-        cancel: Asked now and then whether to stop.
-        release: Called with each contributor's name once its contribution is not read any more.
-        report: Called with who took part, who did not and why, and how much each counted.
+        should_cancel: Asked now and then whether to stop.
+        on_contribution_done: Called with each contributor's name once its contribution is not read any more.
+        on_report: Called with who took part, who did not and why, and how much each counted.
 
     Returns:
         The new model, opened from the file.
@@ -205,7 +206,7 @@ def aggregate(
         on_non_finite,
         min_contributors,
         max_shard_size,
-        durable,
+        fsync,
     )
     result = aggregation.run(
         contributions,
@@ -214,9 +215,9 @@ def aggregate(
         reference=reference,
         metadata=metadata,
         progress=progress,
-        cancel=cancel,
-        release=release,
+        should_cancel=should_cancel,
+        on_contribution_done=on_contribution_done,
     )
-    if report is not None:
-        report(result.report)
+    if on_report is not None:
+        on_report(result.report)
     return result.tensors

@@ -19,7 +19,7 @@ from nvflare_lazy.errors import WeightError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nvflare_lazy.aggregation._engine.tile import Group, Tile
+    from nvflare_lazy.aggregation._engine.tile import TensorGroup, Tile
     from nvflare_lazy.aggregation.rules.clipped_mean import GaussianNoise
 
 
@@ -43,7 +43,7 @@ class Reduction(ABC):
             out: Where the result goes, in the type of the tensors.
         """
 
-    def check(self, group: Group) -> None:  # noqa: B027  # most have nothing to check
+    def check(self, group: TensorGroup) -> None:  # noqa: B027  # most have nothing to check
         """Raise if tensors like these cannot be reduced."""
 
     def shares(self, members: Sequence[int]) -> tuple[float, ...] | None:
@@ -62,7 +62,7 @@ class LinearCombination(Reduction):
 
     Args:
         weights: One for each contributor of the round; finite and not negative.
-        rest: A further weight, of the global model; for differences, of zero.
+        reference_weight: A further weight, of the global model; for differences, of zero.
         has_reference: Whether the global model is at hand in the tiles.
         noise: What to add to each floating-point number of the mean.
     """
@@ -71,12 +71,12 @@ class LinearCombination(Reduction):
         self,
         weights: Sequence[float],
         *,
-        rest: float = 0.0,
+        reference_weight: float = 0.0,
         has_reference: bool = False,
         noise: GaussianNoise | None = None,
     ) -> None:
         self._all = tuple(map(float, weights))
-        self._rest = rest
+        self._reference_weight = reference_weight
         self._has_reference = has_reference
         self._noise = noise
         self._known: dict[tuple[int, ...], Weights] = {}
@@ -84,8 +84,8 @@ class LinearCombination(Reduction):
     def bytes_per_element(self, contributors: int) -> int:
         return MEAN_BYTES if self._noise is None else MEAN_BYTES + 8
 
-    def check(self, group: Group) -> None:
-        if not self._rest and not any(self._all[member] for member in group.members):
+    def check(self, group: TensorGroup) -> None:
+        if not self._reference_weight and not any(self._all[member] for member in group.members):
             raise WeightError(
                 f"{group.names[0]!r} is only there at contributors whose weight is zero: exclude it, or weigh them"
             )
@@ -116,14 +116,14 @@ class LinearCombination(Reduction):
         if weights is None:
             present = [self._all[member] for member in members]
             if self._has_reference:
-                weights = Weights.of([*present, self._rest])
+                weights = Weights.of([*present, self._reference_weight])
             else:
-                weights = Weights.of(present, of_zero=self._rest)
+                weights = Weights.of(present, of_zero=self._reference_weight)
             self._known[members] = weights
         return weights
 
 
-class Selection(Reduction):
+class SelectContributor(Reduction):
     """The values of one contributor, bit for bit.
 
     Args:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nvflare_lazy.aggregation.reduction import Reduction
-    from nvflare_lazy.aggregation.schema import Agreement
+    from nvflare_lazy.aggregation.schema import RoundSchema
 
 #: Under this name, the metadata of a result says in JSON how it was made.
 METADATA_KEY = "nvflare_lazy.aggregation"
@@ -32,7 +32,7 @@ class Provenance:
         contributors: Who took part, in order.
         weights: How much each of them counts in a tensor that all of them have, summing up to one; less for a clipped
             mean; None if that differs from element to element.
-        left_out: Who did not take part, and the error that says why.
+        skipped: Who did not take part, and the error that says why.
         decisions: What the rule found and decided, by name: scores, norms, the scale of the noise.
     """
 
@@ -40,7 +40,7 @@ class Provenance:
     params_type: str
     contributors: tuple[str, ...]
     weights: Mapping[str, float] | None
-    left_out: Mapping[str, Exception]
+    skipped: Mapping[str, Exception]
     decisions: Mapping[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Provenance:
                 "params_type": self.params_type,
                 "contributors": self.contributors,
                 "weights": self.weights,
-                "left_out": {name: f"{type(error).__name__}: {error}" for name, error in self.left_out.items()},
+                "skipped": {name: f"{type(error).__name__}: {error}" for name, error in self.skipped.items()},
                 "decisions": self.decisions,
             }
         )
@@ -89,9 +89,9 @@ class AggregationReport:
         return self.provenance.contributors
 
     @property
-    def left_out(self) -> Mapping[str, Exception]:
+    def skipped(self) -> Mapping[str, Exception]:
         """Who did not take part, and the error that says why."""
-        return self.provenance.left_out
+        return self.provenance.skipped
 
     def weights_of(self, name: str) -> Mapping[str, float] | None:
         """Return how much each contributor counts in one tensor; None if that differs from element to element.
@@ -113,12 +113,12 @@ class AggregationReport:
         }
 
 
-def shares_of(agreement: Agreement, reduction: Reduction) -> dict[tuple[str, ...], Mapping[str, float] | None]:
+def shares_of(schema: RoundSchema, reduction: Reduction) -> dict[tuple[str, ...], Mapping[str, float] | None]:
     """Return for each set of contributors that has a tensor how much each of them counts there."""
-    everybody = tuple(range(len(agreement.names)))
+    everybody = tuple(range(len(schema.names)))
     shares: dict[tuple[str, ...], Mapping[str, float] | None] = {}
-    for members in {everybody, *(agreement.holders[key] for key in agreement.specs)}:
-        names = tuple(agreement.names[member] for member in members)
+    for members in {everybody, *(schema.holders[key] for key in schema.specs)}:
+        names = tuple(schema.names[member] for member in members)
         values = reduction.shares(members)
         shares[names] = None if values is None else dict(zip(names, values, strict=True))
     return shares

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from nvflare_lazy.aggregation._engine.rounding import FLOATS
-from nvflare_lazy.aggregation._engine.tile import Group
+from nvflare_lazy.aggregation._engine.tile import TensorGroup
 from nvflare_lazy.aggregation._engine.tile_io import InputVector, real_numel
 from nvflare_lazy.errors import (
     AggregationDtypeError,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.tensors.entry import TensorEntry, TensorSpec
 
 #: What to do about a contribution that does not fit to the others.
-MismatchPolicy = Literal["error", "leave_out"]
+MismatchPolicy = Literal["error", "skip"]
 _COMPUTABLE = FLOATS | {
     *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16),
     *(torch.uint32, torch.int32, torch.uint64, torch.int64, torch.complex64),
@@ -76,7 +76,7 @@ def read_entries(
 
 
 @dataclass(frozen=True)
-class Agreement:
+class RoundSchema:
     """What a round is about.
 
     Attributes:
@@ -84,67 +84,67 @@ class Agreement:
         weights: Their weights.
         specs: The tensors of the result, in the order they have in a file.
         holders: For each tensor, who has it, as indices into `names`.
-        left_out: Who does not take part, and why.
+        skipped: Who does not take part, and why.
     """
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
     specs: dict[str, TensorSpec]
     holders: dict[str, tuple[int, ...]]
-    left_out: dict[str, Exception]
+    skipped: dict[str, Exception]
 
 
-def agree(
+def resolve_schema(
     contributions: Mapping[str, Mapping[str, TensorEntry]],
     weights: Mapping[str, float],
     *,
     reference: Mapping[str, TensorEntry] | None,
-    whole_updates: bool,
+    requires_all_tensors: bool,
     on_mismatch: MismatchPolicy,
-) -> Agreement:
+) -> RoundSchema:
     """Find out who takes part.
 
     Args:
         contributions: The tensors of each contributor.
         weights: The weight of each contributor.
         reference: The global model: the names and shapes that are right, if given.
-        whole_updates: Whether each contributor must have all tensors.
+        requires_all_tensors: Whether each contributor must have all tensors.
         on_mismatch: What to do about who differs.
     """
-    left_out: dict[str, Exception] = {
+    skipped: dict[str, Exception] = {
         name: WeightError("its weight is zero") for name in sorted(contributions) if not weights[name]
     }
-    names = [name for name in sorted(contributions) if name not in left_out]
+    names = [name for name in sorted(contributions) if name not in skipped]
     if contributions and not names:
         raise WeightError(f"the weights of all contributors are zero: {', '.join(sorted(contributions))}")
     sent = {name: {key: entry.spec for key, entry in contributions[name].items()} for name in names}
     expected = _expected(sent, reference)
-    keys = _common_keys(sent) & expected.keys() if whole_updates else None
+    keys = _common_keys(sent) & expected.keys() if requires_all_tensors else None
     for name, specs in sent.items():
-        error = _disagreement(name, specs, expected, keys)
+        error = _find_mismatch(name, specs, expected, keys)
         if error is not None:
             if on_mismatch == "error":
                 raise error
-            left_out[name] = error
-    staying = tuple(name for name in names if name not in left_out)
+            skipped[name] = error
+    staying = tuple(name for name in names if name not in skipped)
     if not staying:
-        raise NothingToAggregateError("no contributor is left" + reasons(left_out))
+        raise NothingToAggregateError("no contributor is left" + reasons(skipped))
     holders: dict[str, tuple[int, ...]] = {
         key: tuple(index for index, name in enumerate(staying) if key in sent[name]) for key in expected
     }
     result = {key: spec for key, spec in expected.items() if holders[key]}
     if not result:
         raise NothingToAggregateError("no tensor is left to aggregate: all were excluded, or none was sent")
-    return Agreement(
+    return RoundSchema(
         staying,
         tuple(float(weights[name]) for name in staying),
         _in_order(result),
         holders,
-        left_out,
+        skipped,
     )
 
 
-def checked_weights(names: Sequence[str], weights: Mapping[str, float] | None) -> dict[str, float]:
+def validate_weights(names: Sequence[str], weights: Mapping[str, float] | None) -> dict[str, float]:
     """Return the weight of each contributor; one, if none are given.
 
     Args:
@@ -162,30 +162,30 @@ def checked_weights(names: Sequence[str], weights: Mapping[str, float] | None) -
     return {name: float(weights[name]) for name in names}
 
 
-def groups_of(
-    agreement: Agreement,
+def group_tensors(
+    schema: RoundSchema,
     contributions: Mapping[str, Mapping[str, TensorEntry]],
     reference: Mapping[str, TensorEntry] | None,
-) -> list[Group]:
+) -> list[TensorGroup]:
     """Return the tensors of a round, those together that have the same type and the same holders.
 
     Args:
-        agreement: What the round is about.
+        schema: What the round is about.
         contributions: The tensors of each contributor.
         reference: The global model, if it is read as well.
     """
     together: dict[tuple[torch.dtype, tuple[int, ...], torch.dtype | None], list[str]] = {}
-    for key, spec in agreement.specs.items():
+    for key, spec in schema.specs.items():
         of_reference = None if reference is None else reference[key].dtype
-        together.setdefault((spec.dtype, agreement.holders[key], of_reference), []).append(key)
+        together.setdefault((spec.dtype, schema.holders[key], of_reference), []).append(key)
         if of_reference is not None and of_reference.is_complex != spec.dtype.is_complex:
             raise AggregationDtypeError(f"{key!r} is {spec.dtype}, but {of_reference} in the global model: exclude it")
     groups = []
     for index, ((dtype, members, _), keys) in enumerate(together.items()):
-        contributors = tuple(agreement.names[member] for member in members)
+        contributors = tuple(schema.names[member] for member in members)
         entries = [[contributions[name][key] for key in keys] for name in contributors]
         groups.append(
-            Group(
+            TensorGroup(
                 index=index,
                 dtype=dtype,
                 names=tuple(keys),
@@ -233,7 +233,7 @@ def _common_keys(sent: Mapping[str, Mapping[str, TensorSpec]]) -> frozenset[str]
     return Counter(frozenset(specs) for specs in sent.values()).most_common(1)[0][0]
 
 
-def _disagreement(
+def _find_mismatch(
     name: str, specs: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec], keys: frozenset[str] | None
 ) -> MismatchError | None:
     if keys is not None:
@@ -268,6 +268,6 @@ def _and_more(keys: Sequence[str]) -> str:
     return f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
 
 
-def reasons(left_out: Mapping[str, Exception]) -> str:
+def reasons(skipped: Mapping[str, Exception]) -> str:
     """Return who was left out and why, for the end of a message."""
-    return "".join(f"; {name!r} was left out: {error}" for name, error in sorted(left_out.items()))
+    return "".join(f"; {name!r} was left out: {error}" for name, error in sorted(skipped.items()))

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from nvflare_lazy._text import parse_size
-from nvflare_lazy.aggregation._engine.threads import Watch
-from nvflare_lazy.aggregation._model_step import ModelStep
+from nvflare_lazy.aggregation._engine.threads import PassMonitor
+from nvflare_lazy.aggregation._model_step import OptimizerStep
 from nvflare_lazy.aggregation._optimizer_state import OptimizerStates
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 
@@ -57,7 +57,9 @@ class ServerOptimizer(ABC):
         """What is remembered of each element from step to step, by name, and what it begins with."""
 
     @abstractmethod
-    def direct(self, difference: torch.Tensor, state: Sequence[torch.Tensor], spare: torch.Tensor) -> torch.Tensor:
+    def compute_update(
+        self, difference: torch.Tensor, state: Sequence[torch.Tensor], spare: torch.Tensor
+    ) -> torch.Tensor:
         """Update the state, and return the direction of the step; all are float64.
 
         Must give the same for an element, whatever its neighbours are: so nothing fused, which rounds in one way in
@@ -81,14 +83,14 @@ class ServerOptimizer(ABC):
         state_dir: str | os.PathLike[str] | None = None,
         params_type: ParamsType = "FULL",
         keep_states: int = 2,
-        unknown_model: UnknownModelPolicy = "error",
+        on_unknown_model: UnknownModelPolicy = "error",
         memory_budget: int | str = "256MiB",
         threads: int | None = None,
         max_shard_size: int | str | None = None,
-        durable: bool = True,
+        fsync: bool = True,
         metadata: Mapping[str, str] | None = None,
         progress: Callable[[Progress], object] | None = None,
-        cancel: Callable[[], bool] | None = None,
+        should_cancel: Callable[[], bool] | None = None,
     ) -> LazyTensorDict:
         """Write the next global model and the next state.
 
@@ -104,15 +106,15 @@ class ServerOptimizer(ABC):
             params_type: "FULL" if the update is a model, "DIFF" if it is the difference from one.
             keep_states: How many states are kept: one more than the number of steps that the model may have to go
                 back after a restart.
-            unknown_model: If none of the states belongs to the model, though there are some: raise "error", or
+            on_unknown_model: If none of the states belongs to the model, though there are some: raise "error", or
                 "restart" with a new state.
             memory_budget: Bytes of memory for tiles.
             threads: How many threads; one for each core, if not given.
             max_shard_size: Split a larger model into files of at most so many bytes.
-            durable: Whether the model must survive a power failure.
+            fsync: Whether the model must survive a power failure.
             metadata: Text to store in the model.
             progress: Called now and then in this thread.
-            cancel: Asked now and then whether to stop; what was written until then is removed.
+            should_cancel: Asked now and then whether to stop; what was written until then is removed.
 
         Raises:
             OptimizerStateError: No state belongs to the model, or they are of another optimizer.
@@ -122,17 +124,17 @@ class ServerOptimizer(ABC):
         states = None
         if self.slots and state_dir is not None:
             states = OptimizerStates(state_dir, self.name, self.slots, keep_states)
-        step = ModelStep(self, model, update, params_type)
+        step = OptimizerStep(self, model, update, params_type)
         files = step.run(
             out,
             states,
-            unknown_model,
+            on_unknown_model,
             budget=parse_size(memory_budget),
             threads=threads,
             max_shard_size=max_shard_size,
-            durable=durable,
+            fsync=fsync,
             metadata=metadata or {},
-            watch=Watch(progress, cancel),
+            monitor=PassMonitor(progress, should_cancel),
         )
         return LazyTensorDict.from_files(files, metadata=metadata)
 
@@ -163,7 +165,9 @@ class FedAvgM(ServerOptimizer):
     def slots(self) -> Mapping[str, float]:
         return {"momentum": 0.0} if self.momentum else {}
 
-    def direct(self, difference: torch.Tensor, state: Sequence[torch.Tensor], spare: torch.Tensor) -> torch.Tensor:
+    def compute_update(
+        self, difference: torch.Tensor, state: Sequence[torch.Tensor], spare: torch.Tensor
+    ) -> torch.Tensor:
         if not state:
             return difference
         return state[0].mul_(self.momentum).add_(difference)
@@ -194,13 +198,15 @@ class _Adaptive(ServerOptimizer):
         return {"mean": 0.0, "square": self.tau**2}
 
     @abstractmethod
-    def accumulate(self, square: torch.Tensor, new: torch.Tensor) -> None:
+    def update_second_moment(self, square: torch.Tensor, new: torch.Tensor) -> None:
         """Bring the squared differences of this step into those of the steps before."""
 
-    def direct(self, difference: torch.Tensor, state: Sequence[torch.Tensor], spare: torch.Tensor) -> torch.Tensor:
+    def compute_update(
+        self, difference: torch.Tensor, state: Sequence[torch.Tensor], spare: torch.Tensor
+    ) -> torch.Tensor:
         mean, square = state
         mean.mul_(self.beta1).add_(torch.mul(difference, 1 - self.beta1, out=spare))
-        self.accumulate(square, torch.mul(difference, difference, out=spare))
+        self.update_second_moment(square, torch.mul(difference, difference, out=spare))
         return torch.div(mean, torch.sqrt(square, out=spare).add_(self.tau), out=difference)
 
 
@@ -218,7 +224,7 @@ class FedAdagrad(_Adaptive):
 
     name: ClassVar[str] = "fedadagrad"
 
-    def accumulate(self, square: torch.Tensor, new: torch.Tensor) -> None:
+    def update_second_moment(self, square: torch.Tensor, new: torch.Tensor) -> None:
         square.add_(new)
 
 
@@ -241,7 +247,7 @@ class FedAdam(_Adaptive):
         super().__post_init__()
         _check_fraction("beta2", self.beta2)
 
-    def accumulate(self, square: torch.Tensor, new: torch.Tensor) -> None:
+    def update_second_moment(self, square: torch.Tensor, new: torch.Tensor) -> None:
         square.mul_(self.beta2).add_(new.mul_(1 - self.beta2))
 
 
@@ -264,7 +270,7 @@ class FedYogi(_Adaptive):
         super().__post_init__()
         _check_fraction("beta2", self.beta2)
 
-    def accumulate(self, square: torch.Tensor, new: torch.Tensor) -> None:
+    def update_second_moment(self, square: torch.Tensor, new: torch.Tensor) -> None:
         side = torch.sub(square, new).sign_()
         square.sub_(new.mul_(1 - self.beta2).mul_(side))
 
@@ -304,7 +310,7 @@ def apply_difference(
     memory_budget: int | str = "256MiB",
     threads: int | None = None,
     max_shard_size: int | str | None = None,
-    durable: bool = True,
+    fsync: bool = True,
 ) -> LazyTensorDict:
     """Write model plus difference: what becomes of the global model when contributors send differences.
 
@@ -315,7 +321,7 @@ def apply_difference(
         memory_budget: Bytes of memory for tiles.
         threads: How many threads; one for each core, if not given.
         max_shard_size: Split a larger model into files of at most so many bytes.
-        durable: Whether the model must survive a power failure.
+        fsync: Whether the model must survive a power failure.
     """
     return FedAvgM(momentum=0.0).step(
         model,
@@ -325,7 +331,7 @@ def apply_difference(
         memory_budget=memory_budget,
         threads=threads,
         max_shard_size=max_shard_size,
-        durable=durable,
+        fsync=fsync,
     )
 
 

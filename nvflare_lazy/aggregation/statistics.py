@@ -29,15 +29,15 @@ class Statistic(ABC):
     name: str
 
     @abstractmethod
-    def sums(self, contributors: int) -> int:
+    def num_sums(self, contributors: int) -> int:
         """Return how many sums there are."""
 
     @abstractmethod
     def bytes_per_element(self, contributors: int) -> int:
-        """Return how many bytes `measure` takes of the tile's arena for each element."""
+        """Return how many bytes `accumulate` takes of the tile's arena for each element."""
 
     @abstractmethod
-    def measure(self, tile: Tile, sums: torch.Tensor) -> None:
+    def accumulate(self, tile: Tile, sums: torch.Tensor) -> None:
         """Write the sums of each block of a tile.
 
         Args:
@@ -64,13 +64,13 @@ class SquaredNorms(Statistic):
     def __init__(self, *, from_reference: bool = False) -> None:
         self._from_reference = from_reference
 
-    def sums(self, contributors: int) -> int:
+    def num_sums(self, contributors: int) -> int:
         return contributors
 
     def bytes_per_element(self, contributors: int) -> int:
         return 16
 
-    def measure(self, tile: Tile, sums: torch.Tensor) -> None:
+    def accumulate(self, tile: Tile, sums: torch.Tensor) -> None:
         padded = _padded(tile)
         values = tile.arena.take(torch.float64, padded)
         reference = tile.arena.take(torch.float64, padded)
@@ -96,13 +96,13 @@ class PairwiseDistances(Statistic):
 
     name = "pairwise distances"
 
-    def sums(self, contributors: int) -> int:
+    def num_sums(self, contributors: int) -> int:
         return contributors * (contributors - 1) // 2
 
     def bytes_per_element(self, contributors: int) -> int:
         return 8 * contributors + 8
 
-    def measure(self, tile: Tile, sums: torch.Tensor) -> None:
+    def accumulate(self, tile: Tile, sums: torch.Tensor) -> None:
         count, padded = len(tile.group.members), _padded(tile)
         difference = tile.arena.take(torch.float64, padded)
         values = tile.arena.take(torch.float64, count * padded).view(count, padded)

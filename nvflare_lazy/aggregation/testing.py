@@ -114,18 +114,18 @@ class RuleContract:
         result = self._aggregate(contributions, tmp_path / "out.safetensors")
         assert _bits(result) == _bits(self._aggregate(others, tmp_path / "expected.safetensors"))
         assert result.report.contributors == tuple(sorted(others))
-        assert str(result.report.left_out[broken]) == "the disk is on fire"
+        assert str(result.report.skipped[broken]) == "the disk is on fire"
 
     def test_too_few_contributors(self, tmp_path: Path) -> None:
         """With fewer than it needs, the error says how many are needed, and there is no file."""
-        contributions = dict(sorted(self._some().items())[: self.rule.needs])
+        contributions = dict(sorted(self._some().items())[: self.rule.min_contributors])
         fewer = dict([*contributions.items()][1:])
 
         def aggregate() -> AggregationResult:
             return self._aggregate(fewer, tmp_path / "out.safetensors")
 
         if fewer:
-            assert f"at least {self.rule.needs} are needed" in _raised(TooFewContributorsError, aggregate)
+            assert f"at least {self.rule.min_contributors} are needed" in _raised(TooFewContributorsError, aggregate)
         else:
             _raised(NothingToAggregateError, aggregate)
         assert not any(tmp_path.iterdir())
@@ -154,9 +154,9 @@ class RuleContract:
         contributions = self._some()
         lacking = sorted(contributions)[0]
         del contributions[lacking]["small"]
-        result = self._aggregate(contributions, tmp_path / "out.safetensors", on_mismatch="leave_out")
-        assert (lacking in result.report.left_out) == self.rule.whole_updates
-        assert ("small" in result.report.partial) == (not self.rule.whole_updates)
+        result = self._aggregate(contributions, tmp_path / "out.safetensors", on_mismatch="skip")
+        assert (lacking in result.report.skipped) == self.rule.requires_all_tensors
+        assert ("small" in result.report.partial) == (not self.rule.requires_all_tensors)
 
     def _some(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None) -> dict[str, Tensors]:
         if tensors is None:
@@ -178,7 +178,7 @@ class RuleContract:
     ) -> AggregationResult:
         model = {key: torch.zeros_like(value) for key, value in self._some_of(contributions).items()}
         weights = {name: float(name[-1]) + 1 for name in contributions}
-        aggregation = Aggregation(self.rule, durable=False, **settings)
+        aggregation = Aggregation(self.rule, fsync=False, **settings)
         return aggregation.run(contributions, out, weights=weights, reference=model)
 
     @staticmethod

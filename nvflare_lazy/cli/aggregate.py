@@ -69,7 +69,7 @@ def _weights(context: click.Context, parameter: click.Parameter, value: str | No
     multiple=True,
     callback=_rule_args,
     metavar="NAME=VALUE",
-    help="Argument of the rule, for example byzantine=2. Can be repeated.",
+    help="Argument of the rule, for example num_byzantine=2. Can be repeated.",
 )
 @click.option("--weights", callback=_weights, metavar="W,W,...", help="Comma-separated weights, one per INPUT.")
 @click.option(
@@ -127,8 +127,8 @@ def aggregate(
             memory_budget=memory_budget,
             threads=threads,
             exclude=None if exclude is None else exclude.pattern,
-            on_mismatch="leave_out" if skip_invalid else "error",
-            on_non_finite="leave_out" if skip_invalid else "keep",
+            on_mismatch="skip" if skip_invalid else "error",
+            on_non_finite="skip" if skip_invalid else "keep",
             max_shard_size=max_shard_size,
         )
     except ValueError as error:
@@ -175,7 +175,7 @@ def _print_skipped(report: AggregationReport) -> None:
     from nvflare_lazy.errors import MismatchError, NonFiniteError, UnsupportedDtypeError, WeightError
 
     requested = (MismatchError, NonFiniteError, UnsupportedDtypeError, WeightError)
-    for name, error in report.left_out.items():
+    for name, error in report.skipped.items():
         click.echo(f"Skipped {printable(name)}: {error_line(error)}", err=True)
-    if not all(isinstance(error, requested) for error in report.left_out.values()):
+    if not all(isinstance(error, requested) for error in report.skipped.values()):
         raise click.exceptions.Exit(1)

@@ -86,7 +86,7 @@ class ModelUpdate:
         """
         if self._optimizer is None:
             output = ModelOutput.of(fl_ctx, sum(int(value.nbytes) for value in base.values()))
-            moved = apply_difference(base, aggregate, output.path, memory_budget=memory_budget, durable=False)
+            moved = apply_difference(base, aggregate, output.path, memory_budget=memory_budget, fsync=False)
             return output.finish(moved)
         averaged = {name for name in base if self._averaged.search(name)}
         optimizer = self._for_round(round_number or 0)
@@ -103,9 +103,9 @@ class ModelUpdate:
                 output.path,
                 state_dir=self._state_dir(fl_ctx) if stepper.slots else None,
                 params_type=kind,
-                unknown_model="restart",
+                on_unknown_model="restart",
                 memory_budget=memory_budget,
-                durable=False,
+                fsync=False,
             )
             output.finish(taken)
             self._count_states()

@@ -62,13 +62,13 @@ class LazyAggregator(ModelAggregator):
         exclude_vars: Regular expression; tensors whose name it is found in are not in the result.
         aggregation_weights: A factor for the weight of some clients, on top of the steps they trained.
         memory_budget: Memory to work in; that of `TensorOffload`, if not given.
-        on_non_finite: What to do about results with NaN or infinity in them: "leave_out", "keep" or "error".
+        on_non_finite: What to do about results with NaN or infinity in them: "skip", "keep" or "error".
         min_results: How many usable results a round needs.
         on_too_few: What to do with fewer: "fail", or "skip" the round, which leaves the global model as it is.
         server_optimizer: An optimizer that takes the step from the global model to the next; see `ModelUpdate`.
 
     Example:
-        >>> {"path": "nvflare_lazy.flare.LazyAggregator", "args": {"rule": "krum", "rule_args": {"byzantine": 1}}}
+        >>> {"path": "nvflare_lazy.flare.LazyAggregator", "args": {"rule": "krum", "rule_args": {"num_byzantine": 1}}}
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class LazyAggregator(ModelAggregator):
         exclude_vars: str | None = None,
         aggregation_weights: dict[str, float] | None = None,
         memory_budget: int | str | None = None,
-        on_non_finite: Literal["leave_out", "keep", "error"] = "leave_out",
+        on_non_finite: Literal["skip", "keep", "error"] = "skip",
         min_results: int = 1,
         on_too_few: OnTooFew = "fail",
         server_optimizer: dict[str, Any] | None = None,
@@ -176,12 +176,12 @@ class LazyAggregator(ModelAggregator):
         output = ModelOutput.of(self.fl_ctx, self._expected_bytes(params))
         try:
             result = self._aggregation(kind).run(
-                params, output.path, weights=results.weights, reference=base, cancel=self._cancelled
+                params, output.path, weights=results.weights, reference=base, should_cancel=self._cancelled
             )
         except NothingToAggregateError as error:
             raise TooFewResultsError(f"round {self._round_number()} has no usable results: {error}") from error
         tensors = output.finish(result.tensors)
-        for client, reason in result.report.left_out.items():
+        for client, reason in result.report.skipped.items():
             self._skip(client, str(reason))
         aggregated = list(result.report.contributors)
         if len(aggregated) < self.min_results:
@@ -206,10 +206,10 @@ class LazyAggregator(ModelAggregator):
             params_type=kind,
             memory_budget=self.budget,
             exclude=self.exclude_vars,
-            on_mismatch="leave_out",
+            on_mismatch="skip",
             on_non_finite=self.on_non_finite,
             # The persistor makes it so, once it is what the job goes on from.
-            durable=False,
+            fsync=False,
         )
 
     @property

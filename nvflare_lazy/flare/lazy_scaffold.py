@@ -121,7 +121,7 @@ class LazyScaffold(Scaffold):
         """Return the control variates after the round."""
         output = ModelOutput.of(self.fl_ctx, sum(int(value.nbytes) for value in self._controls.values()))
         budget = self._aggregator.budget
-        mean = Aggregation(memory_budget=budget, params_type="DIFF", on_mismatch="leave_out", durable=False).run(
+        mean = Aggregation(memory_budget=budget, params_type="DIFF", on_mismatch="skip", fsync=False).run(
             {client: change for client, (change, _) in changes.items()},
             output.path,
             weights={client: weight for client, (_, weight) in changes.items()},

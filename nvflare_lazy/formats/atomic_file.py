@@ -46,7 +46,7 @@ class AtomicFile:
     Args:
         path: Where it will appear; a symbolic link is followed. What is there stays until then, and is replaced as
             a whole.
-        durable: Whether `sync` is going to be called: then the disk begins to write early, so that little is left to
+        fsync: Whether `sync` is going to be called: then the disk begins to write early, so that little is left to
             wait for in the end.
 
     Example:
@@ -56,8 +56,8 @@ class AtomicFile:
         ...     file.appear()
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, durable: bool = True) -> None:
-        self.durable = durable
+    def __init__(self, path: str | os.PathLike[str], *, fsync: bool = True) -> None:
+        self.fsync = fsync
         self.path = os.path.realpath(path)
         _refuse_irregular(self.path)
         self.directory, self._name = os.path.split(self.path)
@@ -90,7 +90,7 @@ class AtomicFile:
             while done < len(view):
                 done += os.pwrite(fd, view[done : done + _MOST_BYTES_A_WRITE], offset + done)
             self._unflushed += done
-            if self.durable and self._unflushed >= _FLUSHED_TOGETHER:
+            if self.fsync and self._unflushed >= _FLUSHED_TOGETHER:
                 self._unflushed = 0
                 begin_writeback(fd)
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 def publish_file(file: AtomicFile) -> None:
     """Publish a checkpoint of one file, and replace whatever checkpoint had its name."""
-    if file.durable:
+    if file.fsync:
         file.sync()
     with _locked(file.directory):
         file.appear()
@@ -46,7 +46,7 @@ def publish_shards(shards: Sequence[tuple[AtomicFile, Iterable[str]]], path: str
         total_size: Bytes of all tensors, for the index.
     """
     for file, _ in shards:
-        if file.durable:
+        if file.fsync:
             file.sync()
     directory = os.path.dirname(path)
     with AtomicFile(index_of(path)) as index, _locked(directory):

@@ -112,7 +112,7 @@ def save_safetensors_streaming(
     """
     target = os.fspath(filepath) if rename else f"{os.fspath(filepath)}.tmp"
     state_dict_meta = list(state_dict_meta)
-    with StreamingWriter(target, state_dict_meta, durable=rename) as writer:
+    with StreamingWriter(target, state_dict_meta, fsync=rename) as writer:
         expected = iter(state_dict_meta)
         for name, tensor in tensor_iter:
             promise = next(expected, None)

@@ -59,7 +59,7 @@ class StreamingWriter:
         state_dict_meta: The tensors that will be written, all of them, in any order.
         metadata: Text to store with them.
         max_shard_size: Split what is larger into files of at most so many bytes of tensors each.
-        durable: Have the bytes on the disk before the checkpoint appears. Without, a power failure soon after may
+        fsync: Have the bytes on the disk before the checkpoint appears. Without, a power failure soon after may
             leave the name of a file without content.
 
     Example:
@@ -75,11 +75,11 @@ class StreamingWriter:
         *,
         metadata: Mapping[str, str] | None = None,
         max_shard_size: int | str | None = None,
-        durable: bool = True,
+        fsync: bool = True,
     ) -> None:
         self.path = os.path.join(path, "model.safetensors") if os.path.isdir(path) else os.fspath(path)
         self.path = os.path.realpath(self.path)
-        self._durable = durable
+        self._fsync = fsync
         self._places: dict[str, _Place] = {}
         self._shards: list[tuple[AtomicFile, dict[str, StoredTensor]]] = []
         self._lock = threading.Lock()
@@ -94,7 +94,7 @@ class StreamingWriter:
 
     def _start_file(self, state_dict_meta: Sequence[TensorMeta], metadata: Mapping[str, str] | None) -> None:
         header, contents = encode_header(in_file_order(state_dict_meta), metadata, where=self.path)
-        file = AtomicFile(self.path, durable=self._durable)
+        file = AtomicFile(self.path, fsync=self._fsync)
         self._shards.append((file, contents))
         file.reserve(end_of(contents, len(header)))
         file.write_at(header, 0)

@@ -166,7 +166,7 @@ def test_bools_are_the_rounded_mean(tmp_path_factory, values):
         f"site-{number}": {"b": torch.tensor([value * 255], dtype=torch.uint8).view(torch.bool)}
         for number, value in enumerate(values)
     }
-    assert aggregate(contributions, out, durable=False)["b"].tolist() == [sum(values) * 2 > len(values)]
+    assert aggregate(contributions, out, fsync=False)["b"].tolist() == [sum(values) * 2 > len(values)]
 
 
 @given(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvflare_lazy.aggregation._engine.memory import BLOCK, Arena, MemoryPlan, plan_memory
-from nvflare_lazy.aggregation._engine.threads import Watch, work_through
+from nvflare_lazy.aggregation._engine.threads import PassMonitor, run_tiles
 from nvflare_lazy.aggregation._engine.tile_io import InputVector, OutputVector
 from nvflare_lazy.aggregation.rules._sorting_network import sorting_network
 from nvflare_lazy.errors import MemoryBudgetError, TruncatedSourceError
@@ -142,7 +142,7 @@ class TestWorkers:
                 gate.set()
             return task
 
-        work_through(range(50), work, self.PLAN, Watch(), collect=collected.append)
+        run_tiles(range(50), work, self.PLAN, PassMonitor(), collect=collected.append)
         assert collected == list(range(50))
 
     def test_first_error_ends_it(self):
@@ -156,7 +156,7 @@ class TestWorkers:
 
         before = threading.active_count()
         with pytest.raises(RuntimeError, match="five"):
-            work_through(itertools.count(), work, self.PLAN, Watch())
+            run_tiles(itertools.count(), work, self.PLAN, PassMonitor())
         assert threading.active_count() == before
         assert len(begun) < 1_000_000
 
@@ -170,7 +170,7 @@ class TestWorkers:
 
         before = torch.get_num_threads()
         for _ in range(20):
-            work_through(range(8), work, self.PLAN, Watch())
+            run_tiles(range(8), work, self.PLAN, PassMonitor())
         assert counts == {1}
         assert torch.get_num_threads() == before
 

@@ -40,7 +40,7 @@ def out(tmp_path_factory):
 
 def run(rule, contributions, out, **kwargs):
     settings = {key: kwargs.pop(key) for key in ("params_type",) if key in kwargs}
-    return Aggregation(rule, durable=False, threads=2, **settings).run(contributions, out, **kwargs)
+    return Aggregation(rule, fsync=False, threads=2, **settings).run(contributions, out, **kwargs)
 
 
 def assert_rounded(tensors, expected, *, error=1e-13):
@@ -147,20 +147,20 @@ class TestMedianHolds(RuleContract):
 
 
 class TestTrimmedMeanHolds(RuleContract):
-    rule = TrimmedMean(byzantine=2)
+    rule = TrimmedMean(num_byzantine=2)
     has_order = True
 
 
 class TestKrumHolds(RuleContract):
-    rule = Krum(byzantine=2)
+    rule = Krum(num_byzantine=2)
 
 
 class TestMultiKrumHolds(RuleContract):
-    rule = MultiKrum(byzantine=2, keep=3)
+    rule = MultiKrum(num_byzantine=2, num_selected=3)
 
 
 class TestBulyanHolds(RuleContract):
-    rule = Bulyan(byzantine=1)
+    rule = Bulyan(num_byzantine=1)
     has_order = True
 
 
@@ -187,12 +187,12 @@ class TestUsersCoordinateRuleHolds(RuleContract):
 class WithoutTheFarthest(Rule):
     """A user's rule that looks at whole updates first."""
 
-    needs = 2
-    whole_updates = True
+    min_contributors = 2
+    requires_all_tensors = True
 
     def prepare(self, this_round):
-        farthest = this_round.gather(PairwiseDistances()).sum(axis=1).argmax()
-        this_round.note(farthest=this_round.names[farthest])
+        farthest = this_round.compute_statistic(PairwiseDistances()).sum(axis=1).argmax()
+        this_round.annotate(farthest=this_round.names[farthest])
         return LinearCombination([weight * (i != farthest) for i, weight in enumerate(this_round.weights)])
 
 
@@ -232,7 +232,14 @@ def test_every_rule_goes_by_its_name(name):
 
 def test_a_rule_of_ones_own_goes_by_its_name():
     """With its module, wherever names are wanted."""
-    assert to_rule({"name": "nvflare_lazy.aggregation.rules.krum.Krum", "byzantine": 3}) == Krum(3)
+    assert to_rule({"name": "nvflare_lazy.aggregation.rules.krum.Krum", "num_byzantine": 3}) == Krum(3)
+
+
+def test_a_configuration_may_say_byzantine():
+    """Short for num_byzantine, in the rules that have it."""
+    assert to_rule({"name": "bulyan", "byzantine": 2}) == Bulyan(2)
+    with pytest.raises(ValueError, match="byzantine"):
+        to_rule({"name": "median", "byzantine": 2})
 
 
 @pytest.mark.parametrize(
@@ -242,13 +249,13 @@ def test_a_rule_of_ones_own_goes_by_its_name():
         ("no_such_module.Rule", "there is no aggregation rule 'no_such_module.Rule': No module named"),
         ("json.Rule", "there is no aggregation rule 'json.Rule': module 'json' has no attribute"),
         ("json.JSONDecoder", "json.JSONDecoder is no aggregation rule: it must be a subclass"),
-        ({"name": "krum", "byzantine": -1}, "byzantine is how many contributors may lie"),
-        ({"name": "trimmed_mean", "byzantine": 0.2}, "byzantine is how many contributors may lie"),
+        ({"name": "krum", "num_byzantine": -1}, "num_byzantine .* must be a non-negative integer"),
+        ({"name": "trimmed_mean", "num_byzantine": 0.2}, "num_byzantine .* must be a non-negative integer"),
         ({"name": "krum", "f": 2}, "unexpected keyword argument 'f'"),
         ("clipped_mean", "missing 1 required positional argument: 'clip_norm'"),
         ({"name": "clipped_mean", "clip_norm": 0}, "clip_norm must be a positive number"),
         ({"name": "clipped_mean", "clip_norm": 1, "noise_multiplier": -1}, "noise_multiplier must be zero or"),
-        ({"name": "multi_krum", "keep": 0}, "keep is how many updates"),
+        ({"name": "multi_krum", "num_selected": 0}, "num_selected is how many updates"),
         ({"name": "geometric_median", "smoothing": 0}, "smoothing must be positive"),
     ],
 )
@@ -268,9 +275,9 @@ def test_gathering_needs_whole_updates(out):
     """A rule that forgets to say so is told."""
 
     class Forgetful(WithoutTheFarthest):
-        whole_updates = False
+        requires_all_tensors = False
 
-    with pytest.raises(TypeError, match="must say whole_updates = True"):
+    with pytest.raises(TypeError, match="must set requires_all_tensors = True"):
         run(Forgetful(), random_round(3, [((4,), torch.float32)], 0), out)
 
 
@@ -329,9 +336,7 @@ class TestNoise:
         rule = ClippedMean(1.0, 1.0, seed=5)
         results = [
             flat(
-                Aggregation(rule, "DIFF", tile_size=tile, threads=threads, durable=False)
-                .run(contributions, out)
-                .tensors
+                Aggregation(rule, "DIFF", tile_size=tile, threads=threads, fsync=False).run(contributions, out).tensors
             )
             for tile, threads in [("4KiB", 1), ("20KiB", 8), (None, 2)]
         ]

@@ -102,9 +102,9 @@ class TestNames:
         model = ones(w=((2,), 0.0), frozen=((2,), 0.0))
         with pytest.raises(MismatchError, match="'b' has a tensor 'backdoor' that it should not have"):
             Aggregation().run(contributions, out, reference=model)
-        result = Aggregation(on_mismatch="leave_out").run(contributions, out, reference=model)
+        result = Aggregation(on_mismatch="skip").run(contributions, out, reference=model)
         assert result.tensors["w"].tolist() == [1, 1]
-        assert [*result.report.left_out] == ["b"]
+        assert [*result.report.skipped] == ["b"]
 
     def test_robust_rules_want_whole_updates(self, out):
         """Who lacks what most others have, or has more, does not take part in a median."""
@@ -113,7 +113,7 @@ class TestNames:
         contributions["d"]["extra"] = torch.ones(1)
         with pytest.raises(MismatchError, match="'a' has no tensor 'v'"):
             Aggregation("median").run(contributions, out)
-        result = Aggregation("median", on_mismatch="leave_out").run(contributions, out)
+        result = Aggregation("median", on_mismatch="skip").run(contributions, out)
         assert result.report.contributors == ("b", "c")
         assert result.tensors["w"].tolist() == [1.5, 1.5]
 
@@ -137,9 +137,9 @@ class TestShapesAndTypes:
         with pytest.raises(error, match=message):
             Aggregation().run(contributions, out)
         assert left_behind(out) == []
-        result = Aggregation(on_mismatch="leave_out").run(contributions, out)
+        result = Aggregation(on_mismatch="skip").run(contributions, out)
         assert result.report.contributors == ("a", "c", "d")
-        assert isinstance(result.report.left_out["b"], error)
+        assert isinstance(result.report.skipped["b"], error)
 
     def test_a_disagreement_is_one_kind_of_error(self, out):
         """Whoever handles disagreements need not list their kinds."""
@@ -149,8 +149,8 @@ class TestShapesAndTypes:
     def test_majority_is_right(self, out):
         """Also if the first by name is the one that differs."""
         contributions = {name: {"w": torch.ones(2)} for name in "bcd"} | {"a": {"w": torch.ones(3)}}
-        result = Aggregation(on_mismatch="leave_out").run(contributions, out)
-        assert [*result.report.left_out] == ["a"]
+        result = Aggregation(on_mismatch="skip").run(contributions, out)
+        assert [*result.report.skipped] == ["a"]
 
     def test_types_without_arithmetic(self, out):
         """A type that has no mean is an error that says to exclude it."""
@@ -203,7 +203,7 @@ class TestWeights:
         for rule in ("mean", "median"):
             result = Aggregation(rule).run(contributions, out, weights={"a": 1, "b": 0, "c": 1})
             assert result.tensors["w"].tolist() == [2, 2]
-            assert isinstance(result.report.left_out["b"], WeightError)
+            assert isinstance(result.report.skipped["b"], WeightError)
 
     def test_all_zero(self, out):
         """There is no mean of that."""
@@ -215,7 +215,7 @@ class TestWeights:
         """Only ratios count, however small or large the numbers are."""
         out = tmp_path_factory.getbasetemp() / "scaled.safetensors"
         contributions = {"a": ones(w=((3,), 1.0)), "b": ones(w=((3,), 4.0))}
-        result = aggregate(contributions, out, weights={"a": 2 * scale, "b": scale}, durable=False)
+        result = aggregate(contributions, out, weights={"a": 2 * scale, "b": scale}, fsync=False)
         assert result["w"].tolist() == [2, 2, 2]
 
 
@@ -268,17 +268,17 @@ class TestNonFinite:
         contributions = self.contributions(value, dtype)
         kept = aggregate(contributions, out, tile_size="4KiB")["w"].float()
         assert torch.isfinite(kept).sum() == 2999
-        result = Aggregation(on_non_finite="leave_out").run(contributions, out)
+        result = Aggregation(on_non_finite="skip").run(contributions, out)
         assert torch.equal(result.tensors["w"].float(), torch.ones(3000))
-        assert isinstance(result.report.left_out["b"], NonFiniteError)
+        assert isinstance(result.report.skipped["b"], NonFiniteError)
         with pytest.raises(NonFiniteError, match=r"'w' of 'b' holds (nan|inf|-inf)"):
             aggregate(contributions, out, on_non_finite="error")
 
     def test_large_values_are_finite(self, out):
         """Numbers whose sum overflows are no reason to leave somebody out."""
         contributions = {name: {"w": torch.full((3000,), 3e38)} for name in "ab"}
-        result = Aggregation(on_non_finite="leave_out").run(contributions, out)
-        assert result.report.left_out == {}
+        result = Aggregation(on_non_finite="skip").run(contributions, out)
+        assert result.report.skipped == {}
         assert result.tensors["w"][0].item() == pytest.approx(3e38)
 
     def test_median_takes_nan_for_infinity(self, out):
@@ -298,14 +298,14 @@ class TestFailures:
             file.truncate(450_000)
         result = Aggregation(tile_size="16KiB").run(contributions, out)
         assert bits(result.tensors) == expected
-        assert "site-2" in str(result.report.left_out["site-2"])
+        assert "site-2" in str(result.report.skipped["site-2"])
 
     def test_released_scratch(self, out, tmp_path):
         """Scratch that was given back too early."""
         contributions = on_disk(random_round(3, [((50,), torch.float32)], 0), tmp_path / "in")
         contributions["site-1"].cleanup()
         result = Aggregation().run(contributions, out)
-        assert isinstance(result.report.left_out["site-1"], SourceReleasedError)
+        assert isinstance(result.report.skipped["site-1"], SourceReleasedError)
 
     def test_mapping_that_raises(self, out):
         """A contribution that cannot even be listed."""
@@ -315,7 +315,7 @@ class TestFailures:
                 raise OSError("no such result")
 
         result = Aggregation().run({"a": ones(w=((1,), 1.0)), "b": Broken()}, out)
-        assert str(result.report.left_out["b"]) == "no such result"
+        assert str(result.report.skipped["b"]) == "no such result"
 
     def test_several_fail_one_after_the_other(self, out):
         """Each attempt finds one more; the last is without all of them."""
@@ -324,7 +324,7 @@ class TestFailures:
             bad = contributions[f"site-{number}"]
             bad[key] = LazyTensor(FailedSource(12000, OSError(f"bad {key}")), torch.float32, (3000,))
         result = Aggregation(tile_size="4KiB").run(contributions, out)
-        assert {name: str(error) for name, error in result.report.left_out.items()} == {
+        assert {name: str(error) for name, error in result.report.skipped.items()} == {
             "site-1": "bad t0",
             "site-3": "bad t1",
             "site-5": "bad t2",
@@ -337,7 +337,7 @@ class TestFailures:
         contributions = random_round(5, [((10,), torch.float32)], 0)
         contributions["site-0"]["t0"] = LazyTensor(FailedSource(40, OSError("bad")), torch.float32, (10,))
         with pytest.raises(TooFewContributorsError, match="at least 5 are needed; 'site-0' was left out: bad"):
-            Aggregation({"name": "krum", "byzantine": 1}).run(contributions, out)
+            Aggregation({"name": "krum", "num_byzantine": 1}).run(contributions, out)
 
     def test_broken_global_model_is_nobodys_fault(self, out):
         """The error is that of the model, and no contributor is blamed."""
@@ -384,13 +384,13 @@ class TestRelease:
         def release(name):
             seen.append((name, out.exists()))
 
-        aggregate(contributions, out, on_mismatch="leave_out", release=release)
+        aggregate(contributions, out, on_mismatch="skip", on_contribution_done=release)
         assert seen == [("b", False), ("c", False), ("a", True), ("d", True)]
 
     def test_may_close_the_files(self, out, tmp_path):
         """The result does not need them any more."""
         contributions = on_disk(random_round(3, [((50,), torch.float32)], 0), tmp_path / "in")
-        result = aggregate(contributions, out, release=lambda name: contributions[name].cleanup())
+        result = aggregate(contributions, out, on_contribution_done=lambda name: contributions[name].cleanup())
         assert np.isfinite(flat(result)).all()
 
     def test_the_result_releases_its_owner(self, out):
@@ -442,7 +442,7 @@ class TestProgressAndCancel:
             event.set()
 
         with pytest.raises(AggregationCancelledError):
-            aggregate(contributions, out, rule, cancel=event.is_set, progress=progress)
+            aggregate(contributions, out, rule, should_cancel=event.is_set, progress=progress)
         assert left_behind(out) == []
         assert threading.active_count() == threads
         assert len(aggregate(contributions, out, rule)) == 1
@@ -482,7 +482,7 @@ class TestProvenance:
     def test_metadata_of_the_file(self, out):
         """Rule, type, who took part with how much weight, who did not and why; next to the caller's own text."""
         contributions = {"a": ones(w=((2,), 1.0)), "b": ones(w=((2,), 2.0)), "c": ones(w=((3,), 2.0))}
-        aggregation = Aggregation(params_type="DIFF", on_mismatch="leave_out")
+        aggregation = Aggregation(params_type="DIFF", on_mismatch="skip")
         aggregation.run(contributions, out, weights={"a": 1, "b": 3, "c": 1}, metadata={"round": "7"})
         metadata = nvflare_lazy.open(out).metadata
         assert metadata["round"] == "7"
@@ -490,12 +490,12 @@ class TestProvenance:
         assert said["rule"] == {"name": "mean"}
         assert said["params_type"] == "DIFF"
         assert said["weights"] == {"a": 0.25, "b": 0.75}
-        assert said["left_out"]["c"].startswith("MismatchError: 'w' of 'c'")
+        assert said["skipped"]["c"].startswith("MismatchError: 'w' of 'c'")
 
     def test_report_as_callback(self, out):
         """`aggregate` returns the model; who wants to know more, asks."""
         seen = []
-        result = aggregate({"a": ones(w=((2,), 1.0)), "b": ones(w=((2,), 2.0))}, out, report=seen.append)
+        result = aggregate({"a": ones(w=((2,), 1.0)), "b": ones(w=((2,), 2.0))}, out, on_report=seen.append)
         [report] = seen
         assert (report.tensors, report.nbytes) == (len(result), result.nbytes)
         assert report.contributors == ("a", "b")

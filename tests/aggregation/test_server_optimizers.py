@@ -95,7 +95,7 @@ def test_paper(tmp_path, optimizer, params_type):
             tmp_path / f"{number}.safetensors",
             state_dir=tmp_path / "states",
             params_type=params_type,
-            durable=False,
+            fsync=False,
         )
         for key in ("w", "b", "d", "s"):
             np.testing.assert_array_equal(model[key].double().numpy(), reference.x[key])
@@ -228,7 +228,7 @@ class TestState:
         """The initial model has no state of its own, and is known all the same."""
         model, update = {"w": torch.ones(10)}, {"w": torch.zeros(10)}
         with monkeypatch.context() as patch:
-            patch.setattr(OptimizerStates, "tidy", lambda states: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(OptimizerStates, "prune", lambda states: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 FedAdam().step(model, update, tmp_path / "1", state_dir=tmp_path / "states")
         again = FedAdam().step(model, update, tmp_path / "2", state_dir=tmp_path / "states")
@@ -247,7 +247,7 @@ class TestState:
         models, updates = self.steps(tmp_path)
         with pytest.raises(OptimizerStateError, match=r"none of the states in .* belongs to this model.*steps 2, 3"):
             FedAdam().step(models[1], updates[0], tmp_path / "x", state_dir=tmp_path / "states")
-        FedAdam().step(models[1], updates[0], tmp_path / "x", state_dir=tmp_path / "states", unknown_model="restart")
+        FedAdam().step(models[1], updates[0], tmp_path / "x", state_dir=tmp_path / "states", on_unknown_model="restart")
         assert sorted(path.name[:12] for path in (tmp_path / "states").iterdir()) == ["state-000001", "states.json"]
 
     def test_other_optimizer(self, tmp_path):
@@ -310,7 +310,7 @@ def test_kill_at_any_moment(tmp_path):
         generator = torch.Generator().manual_seed(number)
         update = {"w": torch.randn(20_000, generator=generator), "step": torch.tensor([number + 1])}
         path = Path(tmp_path / "unhurt.safetensors")
-        model = FedAdam().step(model, update, path, state_dir=tmp_path / "unhurt", durable=False)
+        model = FedAdam().step(model, update, path, state_dir=tmp_path / "unhurt", fsync=False)
     assert bits(survived) == bits(model)
 
 

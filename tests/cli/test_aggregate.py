@@ -57,7 +57,9 @@ def test_rules_and_their_parameters(cli, models):
     """By name; a parameter is a number."""
     assert cli("aggregate", *models, "--rule", "median", "--out", "x.safetensors").code == 0
     assert load_file("x.safetensors")["w"].unique().tolist() == [2]
-    assert cli("aggregate", *models, "--rule", "krum", "--rule-arg", "byzantine=0", "--out", "y.safetensors").code == 0
+    assert (
+        cli("aggregate", *models, "--rule", "krum", "--rule-arg", "num_byzantine=0", "--out", "y.safetensors").code == 0
+    )
     clipped = ("--rule", "clipped_mean", "--rule-arg", "clip_norm=1e9", "--params-type", "diff")
     assert cli("aggregate", *models, *clipped, "--out", "z.safetensors").code == 0
     assert load_file("z.safetensors")["w"].unique().tolist() == [4]

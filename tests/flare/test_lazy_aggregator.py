@@ -246,7 +246,7 @@ def test_too_few_results(aggregator, result):
     ("arguments", "says"),
     [
         ({"rule": "meen"}, "meen"),
-        ({"rule_args": {"byzantine": 1}}, "byzantine"),
+        ({"rule_args": {"num_byzantine": 1}}, "num_byzantine"),
         ({"on_too_few": "wait"}, "on_too_few"),
         ({"on_non_finite": "ignore"}, "ignore"),
         ({"exclude_vars": "("}, r"\("),
@@ -263,7 +263,7 @@ def test_what_is_wrong_in_a_configuration_is_said_at_once(arguments, says):
 
 def test_rules_and_server_optimizers_are_named(aggregator, result, fl_ctx):
     """The rule decides what comes of results, and the optimizer what comes of that."""
-    robust = aggregator(rule="trimmed_mean", rule_args={"byzantine": 1})
+    robust = aggregator(rule="trimmed_mean", rule_args={"num_byzantine": 1})
     for site, value in enumerate([1.0, 2.0, 3.0, 1e9], 1):
         robust.accept_model(result(f"site-{site}", a=[value, value], b=[value]))
     assert values(robust.aggregate_model()) == {"a": [2.5, 2.5], "b": [2.5]}

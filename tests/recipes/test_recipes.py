@@ -87,7 +87,7 @@ def test_what_ours_take_beyond_that_arrives(script, export):
         keep_rounds=5,
         save_pytorch=True,
         rule="trimmed_mean",
-        rule_args={"byzantine": 1},
+        rule_args={"num_byzantine": 1},
         scratch_dir="/data/scratch",
         scratch_quota="10GiB",
         memory_budget="96MiB",
@@ -113,7 +113,7 @@ def test_what_ours_take_beyond_that_arrives(script, export):
     args = controller(config)["args"]
     assert (args["min_responses"], args["wait_time_after_min_received"], args["task_timeout"]) == (3, 7, 11)
     assert args["aggregator"]["args"]["rule"] == "trimmed_mean"
-    assert args["aggregator"]["args"]["rule_args"] == {"byzantine": 1}
+    assert args["aggregator"]["args"]["rule_args"] == {"num_byzantine": 1}
     component(config, "LazyModelLocator")
 
 

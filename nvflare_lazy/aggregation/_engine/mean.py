@@ -158,13 +158,13 @@ def mean_into(out: torch.Tensor, read: Callable[[int], torch.Tensor], weights: W
     elif out.dtype == torch.float32:
         mean = _Mean(out, read, weights.quick, arena)
         mean.add_up()
-        round_into(out, mean.divide_shortly(), arena)
+        round_into(out, mean.divide_rounded(), arena)
     else:
         mean = _Mean(out, read, weights.guarded, arena)
         if mean.add_up():
-            round_into(out, mean.divide_shortly(), arena)
+            round_into(out, mean.divide_rounded(), arena)
         else:
-            mean.finish_carefully()
+            mean.finish_exact()
     arena.give_back(mark)
 
 
@@ -224,39 +224,39 @@ class _Mean:
             return self._sum if weights.total == 1.0 else self._sum.mul_(1.0 / weights.total)
         return self._sum.div_(weights.total)
 
-    def divide_shortly(self) -> torch.Tensor:
+    def divide_rounded(self) -> torch.Tensor:
         """Return numbers that round to a shorter type as the means do, in place of the sums."""
         if self._out.dtype in FLOATS and self._weights.reciprocal is not None:
             return self._sum.mul_(self._weights.reciprocal)
         return self.divide()
 
-    def finish_carefully(self) -> None:
+    def finish_exact(self) -> None:
         """Write the means of sums that may have been rounded; those for which that matters are summed again."""
         means = self.divide()
         integers = []
-        for places in torch.split(self._doubtful(means), _MOST_AT_ONCE):
+        for places in torch.split(self._ambiguous(means), _MOST_AT_ONCE):
             if places.numel():
                 integers += self._sum_again(means, places)
         round_into(self._out, means, self._arena)
         for places, values in integers:
             put(self._out, places, values)
 
-    def _doubtful(self, means: torch.Tensor) -> torch.Tensor:
+    def _ambiguous(self, means: torch.Tensor) -> torch.Tensor:
         """Return the places of the means that may be rounded to another number than the exact ones."""
         error = (2 * len(self._weights.terms) + 16) * 2.0**-53 * self._largest_possible()
-        find = self._doubtful_floats if self._out.dtype in FLOATS else self._doubtful_integers
+        find = self._ambiguous_floats if self._out.dtype in FLOATS else self._ambiguous_integers
         found, begin = [torch.empty(0, dtype=torch.int64)], 0
         for part in torch.split(means, max(1, -(-means.numel() // _PARTS))):
             found += [places + begin for places in find(part, error)]
             begin += part.numel()
         return torch.cat(found)
 
-    def _doubtful_integers(self, means: torch.Tensor, error: float) -> Iterator[torch.Tensor]:
+    def _ambiguous_integers(self, means: torch.Tensor, error: float) -> Iterator[torch.Tensor]:
         near_half = (means - means.floor()).sub_(0.5).abs_() <= error
         too_large = means.abs() >= _LARGEST_EXACT_INTEGER / self._weights.total
         yield (near_half | too_large).nonzero().view(-1)
 
-    def _doubtful_floats(self, means: torch.Tensor, error: float) -> Iterator[torch.Tensor]:
+    def _ambiguous_floats(self, means: torch.Tensor, error: float) -> Iterator[torch.Tensor]:
         with self._spare(means.numel()) as nearest, self._spare(means.numel()) as distance:
             self._nearest_halfway(nearest.copy_(means))
             torch.sub(means, nearest, out=distance).abs_()

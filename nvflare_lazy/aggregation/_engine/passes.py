@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nvflare_lazy.aggregation._engine.memory import BLOCK, plan_memory
-from nvflare_lazy.aggregation._engine.threads import work_through
+from nvflare_lazy.aggregation._engine.threads import run_tiles
 from nvflare_lazy.aggregation._engine.tile import Tile
 from nvflare_lazy.aggregation._engine.tile_io import OutputVector
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from nvflare_lazy.aggregation._engine.memory import Arena
-    from nvflare_lazy.aggregation._engine.threads import Watch
-    from nvflare_lazy.aggregation._engine.tile import Group, NonFinitePolicy
+    from nvflare_lazy.aggregation._engine.threads import PassMonitor
+    from nvflare_lazy.aggregation._engine.tile import NonFinitePolicy, TensorGroup
     from nvflare_lazy.aggregation.reduction import Reduction
     from nvflare_lazy.aggregation.statistics import Statistic
     from nvflare_lazy.formats.streaming_writer import StreamingWriter
@@ -39,31 +39,31 @@ class Engine:
         threads: How many threads at most; one for each core, if not given.
         tile_bytes: Bytes of a tile in its own type, at most; what runs fastest, if not given.
         non_finite: What to do about NaN and infinity in contributions.
-        watch: Told about progress, and asked whether to go on.
+        monitor: Told about progress, and asked whether to go on.
     """
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[TensorGroup],
         *,
         budget: int,
         threads: int | None,
         tile_bytes: int | None,
         non_finite: NonFinitePolicy,
-        watch: Watch,
+        monitor: PassMonitor,
     ) -> None:
         self._groups = groups
         self._budget = budget
         self._threads = threads
         self._tile_bytes = tile_bytes
         self._non_finite = non_finite
-        self._watch = watch
+        self._monitor = monitor
 
-    def gather(self, statistic: Statistic) -> Any:
+    def compute_statistic(self, statistic: Statistic) -> Any:
         """Read all floating-point tensors and return what the statistic makes of them."""
         groups = [group for group in self._groups if group.is_float]
         count = max((len(group.members) for group in groups), default=0)
-        sums = statistic.sums(count)
+        sums = statistic.num_sums(count)
         plan = plan_memory(
             self._budget,
             statistic.bytes_per_element(count) + _buffer_bytes(groups),
@@ -73,7 +73,7 @@ class Engine:
         )
         totals = torch.zeros(sums, dtype=torch.float64)
 
-        def work(task: tuple[Group, int], arena: Arena) -> torch.Tensor:
+        def work(task: tuple[TensorGroup, int], arena: Arena) -> torch.Tensor:
             group, start = task
             blocks = arena.take(torch.float64, sums * (_STRETCH // BLOCK)).view(sums, _STRETCH // BLOCK)
             blocks.zero_()
@@ -82,13 +82,13 @@ class Engine:
                 mark = arena.mark()
                 tile = Tile(group, begin, min(plan.tile, end - begin), arena, self._non_finite)
                 first = (begin - start) // BLOCK
-                statistic.measure(tile, blocks[:, first : first + -(-tile.count // BLOCK)])
-                self._watch.advance(tile.nbytes)
+                statistic.accumulate(tile, blocks[:, first : first + -(-tile.count // BLOCK)])
+                self._monitor.advance(tile.nbytes)
                 arena.give_back(mark)
             return blocks.sum(dim=1)
 
-        self._watch.begin(statistic.name, sum(map(_bytes_to_read, groups)))
-        work_through(_tiles(groups, _STRETCH), work, plan, self._watch, collect=totals.add_)
+        self._monitor.start(statistic.name, sum(map(_bytes_to_read, groups)))
+        run_tiles(_tiles(groups, _STRETCH), work, plan, self._monitor, collect=totals.add_)
         return statistic.result(totals.numpy(), count)
 
     def reduce(self, reduction: Reduction, stage: str, writer: StreamingWriter) -> None:
@@ -111,34 +111,34 @@ class Engine:
             tile=self._tile_of(self._groups),
         )
 
-        def work(task: tuple[Group, int], arena: Arena) -> None:
+        def work(task: tuple[TensorGroup, int], arena: Arena) -> None:
             group, start = task
             tile = Tile(group, start, min(plan.tile, group.numel - start), arena, self._non_finite)
             out, buffer = arena.take_buffer(group.inputs[0].dtype, tile.count)
             reduction.reduce(tile, out)
             outputs[group.index].write(start, buffer)
-            self._watch.advance(tile.nbytes)
+            self._monitor.advance(tile.nbytes)
 
-        self._watch.begin(stage, sum(map(_bytes_to_read, self._groups)))
-        work_through(_tiles(self._groups, plan.tile), work, plan, self._watch)
+        self._monitor.start(stage, sum(map(_bytes_to_read, self._groups)))
+        run_tiles(_tiles(self._groups, plan.tile), work, plan, self._monitor)
 
-    def _tile_of(self, groups: Sequence[Group]) -> int | None:
+    def _tile_of(self, groups: Sequence[TensorGroup]) -> int | None:
         if self._tile_bytes is None or not groups:
             return None
         return self._tile_bytes // max(group.inputs[0].dtype.itemsize for group in groups)
 
 
-def _tiles(groups: Sequence[Group], step: int) -> Iterator[tuple[Group, int]]:
+def _tiles(groups: Sequence[TensorGroup], step: int) -> Iterator[tuple[TensorGroup, int]]:
     for group in groups:
         for start in range(0, group.numel, step):
             yield group, start
 
 
-def _bytes_to_read(group: Group) -> int:
+def _bytes_to_read(group: TensorGroup) -> int:
     return group.numel * group.inputs[0].dtype.itemsize * len(group.members)
 
 
-def _buffer_bytes(groups: Sequence[Group]) -> int:
+def _buffer_bytes(groups: Sequence[TensorGroup]) -> int:
     """Return how many bytes an element takes in what a tile reads into."""
     of_values = max((group.inputs[0].dtype.itemsize for group in groups), default=1)
     of_reference = max((group.reference.dtype.itemsize for group in groups if group.reference is not None), default=0)

@@ -42,38 +42,38 @@ class Progress:
     total: int
 
 
-class Watch:
+class PassMonitor:
     """What the caller wants to know while the threads work, and how it calls them off.
 
     Args:
         progress: Called in the caller's own thread now and then, if it got on since.
-        cancel: Asked now and then whether to stop: a function, or the `is_set` of an event.
+        should_cancel: Asked now and then whether to stop: a function, or the `is_set` of an event.
     """
 
     def __init__(
-        self, progress: Callable[[Progress], object] | None = None, cancel: Callable[[], bool] | None = None
+        self, progress: Callable[[Progress], object] | None = None, should_cancel: Callable[[], bool] | None = None
     ) -> None:
         self._progress = progress
-        self._cancel = cancel
+        self._should_cancel = should_cancel
         self._stage = ""
         self._total = 0
         self._done = 0
         self._reported: Progress | None = None
         self._lock = threading.Lock()
 
-    def begin(self, stage: str, total: int) -> None:
+    def start(self, stage: str, total: int) -> None:
         """Begin a pass over `total` bytes."""
         self._stage, self._total, self._done = stage, total, 0
-        self.look()
+        self.poll()
 
     def advance(self, nbytes: int) -> None:
         """Note that so many bytes have been read."""
         with self._lock:
             self._done += nbytes
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Report, and raise if the caller has called it off."""
-        if self._cancel is not None and self._cancel():
+        if self._should_cancel is not None and self._should_cancel():
             raise AggregationCancelledError("the aggregation was cancelled; nothing of it was written")
         if self._progress is not None:
             report = Progress(self._stage, self._done, self._total)
@@ -129,11 +129,11 @@ class _Pass(Generic[_Task, _Result]):
                 self._next += 1
 
 
-def work_through(
+def run_tiles(
     tasks: Iterable[_Task],
     work: Callable[[_Task, Arena], _Result],
     plan: MemoryPlan,
-    watch: Watch,
+    monitor: PassMonitor,
     *,
     collect: Callable[[_Result], object] | None = None,
 ) -> None:
@@ -143,7 +143,7 @@ def work_through(
         tasks: What to do, in order.
         work: Does a task, with memory to do it in.
         plan: How many threads, and how much memory for each.
-        watch: Told about progress, and asked whether to go on.
+        monitor: Told about progress, and asked whether to go on.
         collect: Gets the results in the order of the tasks, one at a time.
     """
     one_pass = _Pass(tasks, work, collect)
@@ -164,7 +164,7 @@ def work_through(
         for thread in threads:
             while thread.is_alive():
                 thread.join(_SECONDS_BETWEEN_REPORTS)
-                watch.look()
+                monitor.poll()
     finally:
         one_pass.stopped = True
         started.abort()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.aggregation._engine.tile_io import InputVector
 
 #: What to do about NaN and infinity in a contribution.
-NonFinitePolicy = Literal["keep", "leave_out", "error"]
+NonFinitePolicy = Literal["keep", "skip", "error"]
 
 
 class ContributionError(Exception):  # never reaches a caller: the engine continues without the contribution
@@ -42,7 +42,7 @@ class ContributionError(Exception):  # never reaches a caller: the engine contin
 
 
 @dataclass(frozen=True)
-class Group:
+class TensorGroup:
     """Tensors of one type that the same contributors have, as one long vector.
 
     Attributes:
@@ -113,7 +113,7 @@ class Tile:
         non_finite: What to do about NaN and infinity.
     """
 
-    def __init__(self, group: Group, start: int, count: int, arena: Arena, non_finite: NonFinitePolicy) -> None:
+    def __init__(self, group: TensorGroup, start: int, count: int, arena: Arena, non_finite: NonFinitePolicy) -> None:
         self.group = group
         self.start = start
         self.count = count

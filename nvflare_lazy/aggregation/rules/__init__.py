@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from nvflare_lazy.aggregation.rules.base import CoordinateRule, Round, Rule
+from nvflare_lazy.aggregation.rules.base import CoordinateRule, RoundContext, Rule
 from nvflare_lazy.aggregation.rules.bulyan import Bulyan
 from nvflare_lazy.aggregation.rules.clipped_mean import ClippedMean
 from nvflare_lazy.aggregation.rules.coordinates import Median, TrimmedMean
@@ -27,7 +27,7 @@ __all__ = [
     "Mean",
     "Median",
     "MultiKrum",
-    "Round",
+    "RoundContext",
     "Rule",
     "TrimmedMean",
     "rule_names",
@@ -48,18 +48,20 @@ def to_rule(rule: str | Mapping[str, Any] | Rule) -> Rule:
     """Return the rule that a caller or a configuration names.
 
     Args:
-        rule: A name, a name with parameters, or a rule. A name with a dot in it is that of a class of one's own in a
-            module that can be imported.
+        rule: A name, a name with parameters, or a rule. A name with a dot in it is that of a class in a module that
+            can be imported. `byzantine` is accepted for `num_byzantine`.
 
     Example:
-        >>> to_rule({"name": "trimmed_mean", "byzantine": 2})
-        TrimmedMean(byzantine=2)
+        >>> to_rule({"name": "trimmed_mean", "num_byzantine": 2})
+        TrimmedMean(num_byzantine=2)
     """
     if isinstance(rule, Rule):
         return rule
     parameters = {"name": rule} if isinstance(rule, str) else dict(rule)
     name = parameters.pop("name", None)
     kind = _RULES.get(str(name)) or _imported(str(name))
+    if "byzantine" in parameters and hasattr(kind, "num_byzantine"):
+        parameters["num_byzantine"] = parameters.pop("byzantine")
     try:
         return kind(**parameters)
     except TypeError as error:

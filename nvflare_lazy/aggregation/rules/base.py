@@ -20,11 +20,11 @@ from nvflare_lazy.errors import AggregationDtypeError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nvflare_lazy.aggregation._engine.tile import Group, Tile
+    from nvflare_lazy.aggregation._engine.tile import TensorGroup, Tile
     from nvflare_lazy.aggregation.statistics import Statistic
 
 
-class Round(Protocol):
+class RoundContext(Protocol):
     """What a rule gets to see of a round before the tiles are reduced."""
 
     @property
@@ -43,10 +43,10 @@ class Round(Protocol):
     def has_reference(self) -> bool:
         """Whether the caller gave the global model."""
 
-    def gather(self, statistic: Statistic) -> Any:
+    def compute_statistic(self, statistic: Statistic) -> Any:
         """Read all updates once and return what the statistic makes of them."""
 
-    def note(self, **decisions: Any) -> None:
+    def annotate(self, **decisions: Any) -> None:
         """Put something into the report and the result's metadata: plain values, by name."""
 
 
@@ -60,22 +60,22 @@ class Rule(ABC):
         uses_weights: Whether the weights that contributors come with count. Robust rules do not let them: a weight is
             a claim of the contributor.
         uses_reference: Whether it reads the global model.
-        whole_updates: Whether each contributor must have all tensors. Otherwise, those who lack one do not count for
-            it. Rules that stand liars need it, and so does `gather`.
+        requires_all_tensors: Whether each contributor must have all tensors. Otherwise, contributors without a tensor
+            do not count for it. Robust rules require it, and so does `compute_statistic`.
     """
 
     name: ClassVar[str] = ""
     uses_weights: ClassVar[bool] = False
     uses_reference: ClassVar[bool] = False
-    whole_updates: ClassVar[bool] = False
+    requires_all_tensors: ClassVar[bool] = False
 
     @property
-    def needs(self) -> int:
+    def min_contributors(self) -> int:
         """The least number of contributors with which the rule keeps its promise."""
         return 1
 
     @abstractmethod
-    def prepare(self, this_round: Round) -> Reduction:
+    def prepare(self, this_round: RoundContext) -> Reduction:
         """Return how the tiles of a round are reduced.
 
         Args:
@@ -93,10 +93,10 @@ class CoordinateRule(Rule):
     """A rule that looks at one element at a time: subclasses say how its values are combined.
 
     Attributes:
-        temporaries: How much memory `combine` takes for itself, in multiples of its `values`.
+        workspace_factor: How much memory `combine` takes for itself, in multiples of its `values`.
     """
 
-    temporaries: ClassVar[float] = 2.0
+    workspace_factor: ClassVar[float] = 2.0
 
     @abstractmethod
     def combine(self, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ class CoordinateRule(Rule):
             other columns.
         """
 
-    def prepare(self, this_round: Round) -> Reduction:
+    def prepare(self, this_round: RoundContext) -> Reduction:
         return _Combination(self, this_round.weights)
 
 
@@ -121,7 +121,7 @@ class _Combination(Reduction):
         self._weights = weights
 
     def bytes_per_element(self, contributors: int) -> int:
-        return int(8 * contributors * (1 + self._rule.temporaries)) + 8 + ROUNDING_BYTES
+        return int(8 * contributors * (1 + self._rule.workspace_factor)) + 8 + ROUNDING_BYTES
 
     def reduce(self, tile: Tile, out: torch.Tensor) -> None:
         members = tile.group.members
@@ -137,11 +137,11 @@ class _Combination(Reduction):
             )
         round_into(out, combined, tile.arena)
 
-    def check(self, group: Group) -> None:
+    def check(self, group: TensorGroup) -> None:
         refuse_complex(group, self._rule)
 
 
-def refuse_complex(group: Group, rule: Rule) -> None:
+def refuse_complex(group: TensorGroup, rule: Rule) -> None:
     """Raise for tensors whose elements have no order."""
     if group.dtype.is_complex:
         raise AggregationDtypeError(

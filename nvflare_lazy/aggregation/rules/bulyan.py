@@ -18,13 +18,13 @@ from nvflare_lazy.aggregation._engine.mean import MEAN_BYTES, Weights, mean_into
 from nvflare_lazy.aggregation.reduction import Reduction
 from nvflare_lazy.aggregation.rules._sorting_network import bytes_for_sorting, sorted_values
 from nvflare_lazy.aggregation.rules.base import Rule, refuse_complex
-from nvflare_lazy.aggregation.rules.coordinates import check_byzantine
+from nvflare_lazy.aggregation.rules.coordinates import check_num_byzantine
 from nvflare_lazy.aggregation.rules.krum import krum_scores
 from nvflare_lazy.aggregation.statistics import PairwiseDistances
 
 if TYPE_CHECKING:
-    from nvflare_lazy.aggregation._engine.tile import Group, Tile
-    from nvflare_lazy.aggregation.rules.base import Round
+    from nvflare_lazy.aggregation._engine.tile import TensorGroup, Tile
+    from nvflare_lazy.aggregation.rules.base import RoundContext
 
 
 @dataclass(frozen=True)
@@ -32,32 +32,32 @@ class Bulyan(Rule):
     """Chooses n - 2f updates by Krum, one after the other; of each element, the n - 4f closest to its median count.
 
     Args:
-        byzantine: How many contributors may lie, the f.
+        num_byzantine: How many contributors may lie, the f.
     """
 
-    byzantine: int = 1
+    num_byzantine: int = 1
 
     name: ClassVar[str] = "bulyan"
-    whole_updates: ClassVar[bool] = True
+    requires_all_tensors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_byzantine(self.byzantine)
+        check_num_byzantine(self.num_byzantine)
 
     @property
-    def needs(self) -> int:
-        return 4 * self.byzantine + 3
+    def min_contributors(self) -> int:
+        return 4 * self.num_byzantine + 3
 
-    def prepare(self, this_round: Round) -> Reduction:
-        chosen = _choose(this_round.gather(PairwiseDistances()), self.byzantine)
-        this_round.note(selected=[this_round.names[index] for index in chosen])
+    def prepare(self, this_round: RoundContext) -> Reduction:
+        chosen = _choose(this_round.compute_statistic(PairwiseDistances()), self.num_byzantine)
+        this_round.annotate(selected=[this_round.names[index] for index in chosen])
         return _AroundTheMedian(self, chosen)
 
 
-def _choose(distances: np.ndarray[Any, Any], byzantine: int) -> list[int]:
+def _choose(distances: np.ndarray[Any, Any], num_byzantine: int) -> list[int]:
     left = [*range(len(distances))]
     chosen = []
-    for _ in range(len(distances) - 2 * byzantine):
-        best = left[int(np.argmin(krum_scores(distances[np.ix_(left, left)], byzantine)))]
+    for _ in range(len(distances) - 2 * num_byzantine):
+        best = left[int(np.argmin(krum_scores(distances[np.ix_(left, left)], num_byzantine)))]
         chosen.append(best)
         left.remove(best)
     return sorted(chosen)
@@ -67,12 +67,12 @@ class _AroundTheMedian(Reduction):
     def __init__(self, rule: Bulyan, chosen: list[int]) -> None:
         self._rule = rule
         self._chosen = chosen
-        self._drop = 2 * rule.byzantine
+        self._drop = 2 * rule.num_byzantine
 
     def bytes_per_element(self, contributors: int) -> int:
         return bytes_for_sorting(contributors) + 8 * contributors + 3 * 8 + 1 + MEAN_BYTES
 
-    def check(self, group: Group) -> None:
+    def check(self, group: TensorGroup) -> None:
         refuse_complex(group, self._rule)
 
     def reduce(self, tile: Tile, out: torch.Tensor) -> None:

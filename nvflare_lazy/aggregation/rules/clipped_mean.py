@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.aggregation._engine.tile import Tile
     from nvflare_lazy.aggregation.reduction import Reduction
-    from nvflare_lazy.aggregation.rules.base import Round
+    from nvflare_lazy.aggregation.rules.base import RoundContext
 
 # Each block of the model has its own random stream: the noise of an element depends on the seed and the place of the
 # element, whatever tile it is in and whichever thread adds it.
@@ -55,7 +55,7 @@ class ClippedMean(Rule):
     name: ClassVar[str] = "clipped_mean"
     uses_weights: ClassVar[bool] = True
     uses_reference: ClassVar[bool] = True
-    whole_updates: ClassVar[bool] = True
+    requires_all_tensors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.clip_norm < math.inf:
@@ -67,28 +67,28 @@ class ClippedMean(Rule):
         """Return name and parameters, but never the seed."""
         return {"name": self.name, "clip_norm": self.clip_norm, "noise_multiplier": self.noise_multiplier}
 
-    def prepare(self, this_round: Round) -> Reduction:
+    def prepare(self, this_round: RoundContext) -> Reduction:
         is_full = this_round.params_type == "FULL"
         if is_full and not this_round.has_reference:
             raise MissingReferenceError(
                 "clipped_mean clips differences from the global model, and the contributors send whole models: give "
                 "the global model as reference, or send differences and say params_type='DIFF'"
             )
-        norms = np.sqrt(this_round.gather(SquaredNorms(from_reference=is_full)))
+        norms = np.sqrt(this_round.compute_statistic(SquaredNorms(from_reference=is_full)))
         factors = np.minimum(1.0, self.clip_norm / np.maximum(norms, np.finfo(float).tiny))
         weights = np.asarray(this_round.weights, dtype=np.float64)
         std = self.noise_multiplier * self.clip_norm * float(weights.max() / weights.sum())
         if std:
             # What is said of single contributors would tell what the noise is to hide.
-            this_round.note(noise_std=std, seeded_by="caller" if self.seed is not None else "operating system")
+            this_round.annotate(noise_std=std, seeded_by="caller" if self.seed is not None else "operating system")
         else:
-            this_round.note(
+            this_round.annotate(
                 norms=dict(zip(this_round.names, norms.tolist(), strict=True)),
                 clip_factors=dict(zip(this_round.names, factors.tolist(), strict=True)),
             )
         return LinearCombination(
             (weights * factors).tolist(),
-            rest=math.fsum(weights * (1.0 - factors)),
+            reference_weight=math.fsum(weights * (1.0 - factors)),
             has_reference=is_full,
             noise=GaussianNoise(std, self.seed) if std else None,
         )

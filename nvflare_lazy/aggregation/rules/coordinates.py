@@ -20,8 +20,8 @@ from nvflare_lazy.aggregation.rules.base import Rule, refuse_complex
 if TYPE_CHECKING:
     import torch
 
-    from nvflare_lazy.aggregation._engine.tile import Group, Tile
-    from nvflare_lazy.aggregation.rules.base import Round
+    from nvflare_lazy.aggregation._engine.tile import TensorGroup, Tile
+    from nvflare_lazy.aggregation.rules.base import RoundContext
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Median(Rule):
     """
 
     name: ClassVar[str] = "median"
-    whole_updates: ClassVar[bool] = True
+    requires_all_tensors: ClassVar[bool] = True
 
-    def prepare(self, this_round: Round) -> Reduction:
+    def prepare(self, this_round: RoundContext) -> Reduction:
         count = len(this_round.names)
         return _MiddleMean(self, (count - 1) // 2, count // 2)
 
@@ -44,23 +44,23 @@ class TrimmedMean(Rule):
     """The mean of each element without its smallest and its largest values.
 
     Args:
-        byzantine: How many contributors may lie; as many values are left out on each side.
+        num_byzantine: How many contributors may lie; as many values are left out on each side.
     """
 
-    byzantine: int = 1
+    num_byzantine: int = 1
 
     name: ClassVar[str] = "trimmed_mean"
-    whole_updates: ClassVar[bool] = True
+    requires_all_tensors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_byzantine(self.byzantine)
+        check_num_byzantine(self.num_byzantine)
 
     @property
-    def needs(self) -> int:
-        return 2 * self.byzantine + 1
+    def min_contributors(self) -> int:
+        return 2 * self.num_byzantine + 1
 
-    def prepare(self, this_round: Round) -> Reduction:
-        return _MiddleMean(self, self.byzantine, len(this_round.names) - 1 - self.byzantine)
+    def prepare(self, this_round: RoundContext) -> Reduction:
+        return _MiddleMean(self, self.num_byzantine, len(this_round.names) - 1 - self.num_byzantine)
 
 
 class _MiddleMean(Reduction):
@@ -74,7 +74,7 @@ class _MiddleMean(Reduction):
     def bytes_per_element(self, contributors: int) -> int:
         return bytes_for_sorting(contributors) + MEAN_BYTES
 
-    def check(self, group: Group) -> None:
+    def check(self, group: TensorGroup) -> None:
         refuse_complex(group, self._rule)
 
     def reduce(self, tile: Tile, out: torch.Tensor) -> None:
@@ -85,7 +85,9 @@ class _MiddleMean(Reduction):
             mean_into(out, middle.__getitem__, Weights.of([1] * len(middle)), tile.arena)
 
 
-def check_byzantine(byzantine: int) -> None:
+def check_num_byzantine(num_byzantine: int) -> None:
     """Raise unless it is a number of contributors."""
-    if type(byzantine) is not int or byzantine < 0:
-        raise ValueError(f"byzantine is how many contributors may lie, so 0, 1, 2 and so on, and not {byzantine!r}")
+    if type(num_byzantine) is not int or num_byzantine < 0:
+        raise ValueError(
+            f"num_byzantine (malicious contributors to tolerate) must be a non-negative integer, got {num_byzantine!r}"
+        )

@@ -19,7 +19,7 @@ from nvflare_lazy.aggregation.statistics import PairwiseDistances
 
 if TYPE_CHECKING:
     from nvflare_lazy.aggregation.reduction import Reduction
-    from nvflare_lazy.aggregation.rules.base import Round
+    from nvflare_lazy.aggregation.rules.base import RoundContext
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class GeometricMedian(Rule):
 
     name: ClassVar[str] = "geometric_median"
     uses_weights: ClassVar[bool] = True
-    whole_updates: ClassVar[bool] = True
+    requires_all_tensors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.smoothing > 0 or self.iterations < 1 or self.tolerance < 0:
             raise ValueError("smoothing must be positive, iterations at least 1 and tolerance not negative")
 
-    def prepare(self, this_round: Round) -> Reduction:
+    def prepare(self, this_round: RoundContext) -> Reduction:
         shares, steps = self._solve(
-            this_round.gather(PairwiseDistances()), np.asarray(this_round.weights, dtype=np.float64)
+            this_round.compute_statistic(PairwiseDistances()), np.asarray(this_round.weights, dtype=np.float64)
         )
-        this_round.note(iterations=steps)
+        this_round.annotate(iterations=steps)
         return LinearCombination(shares.tolist())
 
     def _solve(

@@ -15,7 +15,7 @@ from nvflare_lazy.aggregation.rules.base import Rule
 
 if TYPE_CHECKING:
     from nvflare_lazy.aggregation.reduction import Reduction
-    from nvflare_lazy.aggregation.rules.base import Round
+    from nvflare_lazy.aggregation.rules.base import RoundContext
 
 
 @dataclass(frozen=True)
@@ -25,5 +25,5 @@ class Mean(Rule):
     name: ClassVar[str] = "mean"
     uses_weights: ClassVar[bool] = True
 
-    def prepare(self, this_round: Round) -> Reduction:
+    def prepare(self, this_round: RoundContext) -> Reduction:
         return LinearCombination(this_round.weights)
