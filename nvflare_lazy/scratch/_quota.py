@@ -119,8 +119,8 @@ class Quota:
             self._subtract_released()
         if self.limit is not None and self._used + nbytes > self.limit:
             raise QuotaExceededError(
-                f"{format_size(nbytes)} more would exceed the job's scratch quota of {format_size(self.limit)}, "
-                f"of which {format_size(self._used)} are used; raise the quota, or look for who sends so much"
+                f"reserving {format_size(nbytes)} would exceed the scratch quota of {format_size(self.limit)} "
+                f"({format_size(self._used)} used); raise the quota, or check which client sends oversized results"
             )
 
     def _check_room(self, nbytes: int) -> None:
@@ -134,9 +134,9 @@ class Quota:
             self._check_disk()
         if self._free < needed:
             raise DiskFullError(
-                f"{self.directory} has {format_size(self._free)} free: too little for {format_size(nbytes)} more, "
-                f"{format_size(self._pending)} on their way and {format_size(self.min_free)} that stay free; "
-                "make room there, choose a scratch root on a larger disk, or lower min_free"
+                f"{self.directory} has {format_size(self._free)} free, too little for {format_size(nbytes)} more, "
+                f"{format_size(self._pending)} already reserved and {format_size(self.min_free)} of min_free; "
+                "free some space, choose a scratch root on a larger disk, or lower min_free"
             )
 
     def _check_disk(self) -> None:

@@ -189,14 +189,14 @@ def _judge(record: OwnerRecord | None, lock: Lock) -> tuple[bool | None, str]:
         return True, "its lock is held"
     if record is None:
         if lock is Lock.OURS:
-            return False, "it has no whole owner record, and nobody holds its lock"
-        return None, "it has no whole owner record, and this file system has no locks"
+            return False, "its owner record is incomplete, and no process holds its lock"
+        return None, "its owner record is incomplete, and this file system has no locks"
     status = record.status()
     if status is OwnerStatus.ALIVE:
         return True, status.value
     if status is OwnerStatus.OTHER_HOST or (lock is Lock.UNSUPPORTED and status is not OwnerStatus.DEAD):
-        return None, f"{status.value}, of which nothing can be told from here"
-    return False, f"{status.value}, and nobody holds its lock"
+        return None, f"{status.value}, which cannot be checked from here"
+    return False, f"{status.value}, and no process holds its lock"
 
 
 def _remove_unfinished_leases(root_fd: int) -> None:

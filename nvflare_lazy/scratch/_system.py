@@ -128,10 +128,10 @@ def to_scratch_error(error: OSError, doing: str, path: str | os.PathLike[str]) -
         advice = {
             errno.EDQUOT: "; raise the disk quota of this user, or choose another scratch root",
             errno.EFBIG: "; raise the limit on file sizes (ulimit -f)",
-        }.get(error.errno or 0, "; make room there, or choose a scratch root on a larger disk")
+        }.get(error.errno or 0, "; free some space, or choose a scratch root on a larger disk")
     elif error.errno in _GONE:
         kind = ScratchDeletedError
-        advice = "; it was deleted while in use; keep whatever cleans up there away from scratch roots"
+        advice = "; it was deleted while in use; exclude scratch roots from cleanup tools"
     elif error.errno in _FORBIDDEN:
         kind = ScratchPermissionError
         advice = "; choose a scratch root that this user can write to"

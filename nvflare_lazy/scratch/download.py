@@ -88,7 +88,7 @@ class DownloadScratch:
         Bytes of it that are not written are undefined, not zero: it may be a recycled file.
         """
         if not _SUFFIX.fullmatch(suffix):
-            raise ValueError(f"{suffix!r} is not a suffix such as '.safetensors'")
+            raise ValueError(f"invalid suffix {suffix!r}: expected for example '.safetensors'")
         return ScratchFile(self, self._directory, f"{next(self._numbers):05d}{suffix}")
 
     def release(self) -> None:
@@ -179,7 +179,7 @@ class DownloadDirectory:
             if self.released:
                 raise self.released_error()
             if file is not None and file.closing:
-                raise ValueError(f"a file of download {self.title} is written to after it was finished or closed")
+                raise ValueError(f"cannot write to a file of download {self.title} after it was finished or closed")
             self._writers.append(writer)
         try:
             yield
@@ -199,7 +199,7 @@ class DownloadDirectory:
 
     def released_error(self) -> ScratchReleasedError:
         """Return the error for a use after the release."""
-        return ScratchReleasedError(f"the scratch of download {self.title} was released: it is not wanted any more")
+        return ScratchReleasedError(f"the scratch of download {self.title} was released")
 
     def create(self, file_name: str) -> OpenScratchFile:
         """Create a file for this user only, or take a recycled one with its old bytes, and open it."""
@@ -227,7 +227,7 @@ class DownloadDirectory:
     def adopt(self, file_name: str) -> None:
         """Count a file in the directory that was written by other means."""
         if os.path.basename(file_name) != file_name:
-            raise ScratchError(f"{file_name!r} is not the name of a file in {self.path}")
+            raise ScratchError(f"invalid file name {file_name!r}: expected the name of a file in {self.path}")
         with self.writing():
             try:
                 fd = self.open(file_name)

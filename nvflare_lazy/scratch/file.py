@@ -61,7 +61,7 @@ class ScratchFile:
             ScratchDeletedError: If the file was deleted by another program.
         """
         if offset < 0:
-            raise ValueError(f"{self.path} has no offset {offset}")
+            raise ValueError(f"offset must be >= 0, got {offset}")
         with (
             memoryview(buffer) as view,
             view.cast("B") if view.nbytes else memoryview(b"") as data,  # an empty view cannot always be cast
@@ -91,7 +91,7 @@ class ScratchFile:
             try:
                 os.posix_fallocate(self._file.fd, 0, nbytes)
             except OSError as error:
-                raise to_scratch_error(error, f"set aside {nbytes} bytes for", self.path) from error
+                raise to_scratch_error(error, f"reserve {nbytes} bytes for", self.path) from error
             with self._lock:
                 on_disk, self._pending = self._pending, 0
             self._directory.reservation.record_written(on_disk)
@@ -108,7 +108,7 @@ class ScratchFile:
         try:
             with self._directory.writing():
                 if not self._directory.stop_writing(self._file):
-                    raise ValueError(f"{self.path} was finished or closed before")
+                    raise ValueError(f"{self.path} is already finished or closed")
                 try:
                     file = TensorFile(self.path, descriptor=self._reopen())
                 finally:
@@ -170,5 +170,5 @@ class ScratchFile:
 
     def _deleted_error(self) -> ScratchDeletedError:
         return ScratchDeletedError(
-            f"{self.path} was deleted while it was being written; keep whatever cleans up there away from scratch roots"
+            f"{self.path} was deleted while it was being written; exclude scratch roots from cleanup tools"
         )

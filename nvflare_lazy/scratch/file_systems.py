@@ -48,14 +48,14 @@ class RootInfo:
         found = []
         if self.memory_backed:
             found.append(
-                f"{self.path} is on {self.file_system}, which is memory: whatever is received there takes as much "
-                f"memory as it has bytes ({format_size(self.total)} at most). Set NVFLARE_LAZY_SCRATCH, or the "
-                "scratch root in the job, to a directory on a disk"
+                f"{self.path} is on {self.file_system}, which is memory: received tensors there take up memory, up "
+                f"to {format_size(self.total)}. Set NVFLARE_LAZY_SCRATCH, or the job's scratch_dir, to a directory on "
+                "a disk"
             )
         if not self.writable:
             found.append(
-                f"{self.path} cannot be written to by this user. Set NVFLARE_LAZY_SCRATCH, or the scratch root in the "
-                "job, to a directory that can"
+                f"{self.path} is not writable for this user. Set NVFLARE_LAZY_SCRATCH, or the job's scratch_dir, to a "
+                "directory that is"
             )
         return tuple(found)
 

@@ -96,7 +96,7 @@ class JobScratch:
         try:
             reclaim(directory)
         except ScratchError as error:
-            logger.warning("cannot look for what dead processes left: %s", error)
+            logger.warning("cannot reclaim scratch of processes that no longer exist: %s", error)
         return cls(directory, job, Quota(directory, limit, min_free_bytes(min_free, info.total)), info)
 
     @property
@@ -139,7 +139,7 @@ class JobScratch:
             ScratchReleasedError: If the job was released.
         """
         if reserve < 0:
-            raise ValueError(f"a download of {reserve} bytes")
+            raise ValueError(f"reserve must be >= 0, got {reserve}")
         if os.getpid() != self._pid:
             raise ScratchError(
                 f"the scratch of job {self.job!r} belongs to process {self._pid}, which forked this one; open a "
@@ -149,7 +149,7 @@ class JobScratch:
             try:
                 directory = self._directories[-1].download(label)
             except ScratchDeletedError as error:
-                logger.warning("%s; going on in a new one", error)
+                logger.warning("%s; continuing in a new directory", error)
                 ScratchRoot.resolve(self.root)
                 self._directories.append(self._lease_directory())
                 directory = self._directories[-1].download(label)
@@ -226,8 +226,8 @@ class JobDirectory:
             raise
         if not self._lease.locked:
             logger.warning(
-                "%s is on a file system without locks: what a killed process leaves there is reclaimed only by the "
-                "same host and container; a directory on a local disk is better",
+                "%s is on a file system without locks, where scratch of a killed process is only reclaimed by the same "
+                "host and container; use a directory on a local disk",
                 root,
             )
         self.path = root / self._lease.name

@@ -70,7 +70,7 @@ def open_root(path: Path) -> int:
         raise to_scratch_error(error, "open the scratch root", path) from error
     if _is_shared_by(os.fstat(fd)):
         os.close(fd)
-        raise ScratchPermissionError(f"the scratch root {path} has been replaced by somebody else's directory")
+        raise ScratchPermissionError(f"the scratch root {path} was replaced by another user's directory")
     return fd
 
 
@@ -85,7 +85,7 @@ def _to_absolute(path: str | os.PathLike[str]) -> Path:
         return Path(os.path.abspath(Path(path).expanduser()))
     except (OSError, RuntimeError) as error:  # the working directory was deleted; there is no home
         raise ScratchError(
-            f"cannot tell where the scratch root {os.fspath(path)} is: {error}; give an absolute path"
+            f"cannot resolve the scratch root {os.fspath(path)}: {error}; use an absolute path"
         ) from error
 
 
@@ -114,7 +114,7 @@ def _temporary_root() -> Path:
         return _user_directory(_to_absolute(tempfile.gettempdir()))
     except FileNotFoundError as error:
         raise ScratchError(
-            f"there is neither a cache nor a temporary directory to write to; set {_ENVIRONMENT_VARIABLE}"
+            f"neither the cache nor the temporary directory is writable; set {_ENVIRONMENT_VARIABLE}"
         ) from error
 
 
@@ -151,8 +151,9 @@ def _choose_directory(directory: Path) -> Path:
     mode = directory.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise ScratchPermissionError(
-            f"anybody may replace what is in {directory} (mode {stat.S_IMODE(mode):04o}): set its sticky bit "
-            f"(chmod +t), or give a directory of your own in it as scratch root, such as {_user_directory(directory)}"
+            f"{directory} is world-writable without the sticky bit (mode {stat.S_IMODE(mode):04o}), so other users "
+            f"could replace the scratch root; run chmod +t {directory}, or use a directory you own, such as "
+            f"{_user_directory(directory)}"
         )
     return _user_directory(directory)
 
@@ -170,27 +171,27 @@ def _check(place: Path) -> None:
     try:
         status = os.stat(place, follow_symlinks=False)
     except FileNotFoundError:
-        raise ScratchError(f"the scratch root {place} is gone right after it was made") from None
+        raise ScratchError(f"the scratch root {place} was deleted right after it was created") from None
     if not stat.S_ISDIR(status.st_mode):
         raise ScratchError(f"the scratch root {place} is not a directory; remove it, or choose another root")
     if status.st_uid != os.geteuid():
         raise ScratchPermissionError(
-            f"the scratch root {place} belongs to user {status.st_uid}, not to user {os.geteuid()} who runs this; "
-            f"choose another one ({_ENVIRONMENT_VARIABLE}), on a file system that lets this user own directories"
+            f"the scratch root {place} is owned by uid {status.st_uid}, but this process runs as uid {os.geteuid()}; "
+            f"set {_ENVIRONMENT_VARIABLE} to a directory this user owns"
         )
     if status.st_mode & _WRITABLE_BY_OTHERS:
         raise ScratchPermissionError(
-            f"others may write to the scratch root {place} (mode {stat.S_IMODE(status.st_mode):04o}); chmod 700 it, "
-            "or choose another one"
+            f"other users may write to the scratch root {place} (mode {stat.S_IMODE(status.st_mode):04o}); run chmod "
+            "700 on it, or choose another one"
         )
     if not os.access(place, os.W_OK | os.X_OK):
-        raise ScratchPermissionError(f"the scratch root {place} cannot be written to; choose another one")
+        raise ScratchPermissionError(f"the scratch root {place} is not writable; choose another one")
     for parent in place.parents:
         mode = parent.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             logger.warning(
-                "anybody may replace what is in %s, which the scratch root %s is in: set its sticky bit (chmod +t), "
-                "unless nobody else can get there",
+                "%s is world-writable without the sticky bit, so other users could replace the scratch root %s in it; "
+                "run chmod +t, unless no other user has access",
                 parent,
                 place,
             )
@@ -221,13 +222,13 @@ def _follow_links(path: Path) -> Path:
         is_public = above.st_mode & stat.S_ISVTX and above.st_mode & stat.S_IWOTH
         if is_public and status.st_uid not in trusted:
             raise ScratchPermissionError(
-                f"{place}, which the scratch root {path} goes through, was put there by user {status.st_uid}; "
-                "remove it, or choose another root"
+                f"{place}, part of the scratch root {path}, was created by uid {status.st_uid}; remove it, or choose "
+                "another root"
             )
         if stat.S_ISLNK(status.st_mode):
             links += 1
             if links > _MAX_LINKS:
-                raise ScratchError(f"the scratch root {path} goes through too many links; choose another one")
+                raise ScratchError(f"the scratch root {path} has too many links; choose another one")
             target = Path(os.readlink(place))
             rest.extend(reversed(target.parts[1:] if target.is_absolute() else target.parts))
             place = Path("/") if target.is_absolute() else place.parent

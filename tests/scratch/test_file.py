@@ -54,7 +54,7 @@ def test_finished_file_takes_no_more(job):
     file = job.download().new_file()
     file.pwrite(b"abc", 0)
     finished = file.finish()
-    with pytest.raises(ValueError, match="was finished or closed"):
+    with pytest.raises(ValueError, match="is already finished or closed"):
         file.finish()
     with pytest.raises(ValueError, match="after it was finished"):
         file.pwrite(b"d", 0)
@@ -68,7 +68,7 @@ def test_closed_file_is_not_finished(job):
     file = job.download().new_file()
     file.pwrite(b"abc", 0)
     file.close()
-    with pytest.raises(ValueError, match="was finished or closed"):
+    with pytest.raises(ValueError, match="is already finished or closed"):
         file.finish()
     file.close()
 

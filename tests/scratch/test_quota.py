@@ -25,7 +25,7 @@ def test_quota_bounds_a_sender_that_never_ends(job):
     """Writing on and on ends at the quota, and the next download has all of it again."""
     download = job.download()
     file = download.new_file()
-    with pytest.raises(QuotaExceededError, match="1000 B, of which 980 B are used"):
+    with pytest.raises(QuotaExceededError, match=r"quota of 1000 B \(980 B used\)"):
         write_without_end(file, bytes(70))
     assert job.used == job.peak == 980
     assert file.path.stat().st_size == 980
@@ -69,9 +69,9 @@ def test_expected_bytes_are_taken_first(job):
 
 def test_negative_expectation(job):
     """A size that a stranger sent is not used to lower what is held."""
-    with pytest.raises(ValueError, match="-1 bytes"):
+    with pytest.raises(ValueError, match="got -1"):
         job.download(reserve=-1)
-    with pytest.raises(ValueError, match="no offset"):
+    with pytest.raises(ValueError, match="got -1"):
         job.download().new_file().pwrite(b"x", -1)
     assert job.used == 0
 
