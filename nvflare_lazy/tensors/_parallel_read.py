@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Below this, waking another thread takes longer than what it could copy meanwhile; each further one takes as much more.
+# Below this, waking a second thread takes longer than the copy that it could do meanwhile; each further thread needs as
+# many bytes more.
 MIN_SHARED_BYTES = 3 << 20
 _MIN_PIECE_BYTES = 1 << 20
-# Nobody can be interrupted within a piece.
+# A thread cannot be interrupted within a piece.
 _MAX_PIECE_BYTES = 64 << 20
-# The first piece, the caller's, is longer by what is copied before a helper is awake, and a little more: a caller who
-# ends last need not be woken.
+# The first piece, the caller's, is longer by the bytes that are copied before a helper is awake, and a few more: a
+# caller that finishes last does not have to be woken.
 _HEAD_START_BYTES = 600 << 10
-# Pieces begin at pages.
+# Pieces start at page boundaries.
 _PAGE = 4096
 # More do not copy faster: by then memory is the limit.
 _MAX_HELPERS = 3
@@ -56,10 +57,10 @@ def _pieces(nbytes: int, workers: int) -> tuple[tuple[int, int], ...]:
 
 
 class _Job:
-    """Work that whoever is free takes pieces of.
+    """One read, whose pieces are taken by the threads that are free.
 
-    A helper says that it comes, and leaves again if the work is over by then; the caller, when no pieces are left,
-    waits for those that came before. So nobody waits for helpers that are busy with the work of others.
+    A helper records that it has started, and stops if the work is over by then; the caller, when no pieces are left,
+    waits for the helpers that started before. So a caller never waits for helpers that are busy with other reads.
     """
 
     def __init__(self, work: Callable[[int, int], None], nbytes: int, helpers: int) -> None:
@@ -75,9 +76,10 @@ class _Job:
         self._over = False
 
     def run(self, helpers: _Helpers) -> None:
-        """Do what others leave, return when all of it is done, and raise the first error.
+        """Work on the pieces together with the helpers, and raise the first error.
 
-        Nobody works on it any more then, even if the caller is interrupted: helpers write to memory of the caller's.
+        No thread works on a piece after the return, even if the caller is interrupted: helpers write to the caller's
+        memory.
         """
         begun, failure = False, None
         while True:
@@ -118,19 +120,19 @@ class _Job:
             self._work(begin, end)
 
     def _wait_for_helpers(self) -> None:
-        # Awake for a moment, since to be woken takes as long as copying half a MiB.
+        # Stay awake for a moment, since being woken takes as long as copying half a MiB.
         for _ in range(_LOOKS):
             if len(self._left) == len(self._came):
                 return
-            zlib.crc32(_PAUSE)  # some microseconds in which others have the interpreter
+            zlib.crc32(_PAUSE)  # some microseconds without the interpreter's lock
         while len(self._left) < len(self._came):
-            # An interrupt may have taken a helper's word with it: look again now and then.
+            # An interrupt may have lost a helper's notification: check again from time to time.
             with suppress(Empty):
                 self._leaving.get(timeout=_LOOK_AGAIN)
 
 
 class _Helpers:
-    """Threads that wait for work: none until they are needed, and none inherited by a forked child."""
+    """Threads that wait for work: started when they are first needed; a forked child starts its own."""
 
     def __init__(self) -> None:
         self.most = min(available_cores() - 1, _MAX_HELPERS)
@@ -139,7 +141,7 @@ class _Helpers:
         self._lock = threading.Lock()
 
     def call(self, job: _Job, count: int) -> None:
-        """Have some helpers look at a job."""
+        """Offer a job to some helpers."""
         if self._count < self.most:
             self._start()
         for _ in range(min(count, self._count)):
@@ -152,7 +154,7 @@ class _Helpers:
                     threading.Thread(target=self._wait, name=f"nvflare_lazy_read_{self._count}", daemon=True).start()
                     self._count += 1
             except RuntimeError as error:  # no more threads, as when the interpreter is about to end
-                logger.debug("nobody more helps with reading: %s", error)
+                logger.debug("cannot start another reader thread: %s", error)
 
     def _wait(self) -> None:
         while True:
@@ -162,10 +164,10 @@ class _Helpers:
 
 
 def parallel_for_ranges(work: Callable[[int, int], None], nbytes: int) -> None:
-    """Do `work(begin, end)` for ranges that make up `nbytes`, several at the same time where that is worth it.
+    """Call `work(begin, end)` for ranges that cover `nbytes`, in several threads if `nbytes` is large enough.
 
-    Returns when all of it is done. After an error no piece is begun any more, and it is raised once no thread works
-    on one.
+    Returns when all ranges are done. After an error, no further range is started, and the error is raised when no
+    thread works on a range.
     """
     helpers = _helpers
     if nbytes < MIN_SHARED_BYTES or not helpers.most:

@@ -16,11 +16,11 @@ from nvflare_lazy.tensors.tensor_memory import new_memory, storage_bytes
 
 
 class LazyStorage:
-    """A byte source that loads itself, whole and for good, when a raw pointer to its bytes is asked for.
+    """A byte source that is loaded completely and permanently when code asks for a raw pointer to its bytes.
 
-    A pointer says nothing about how long it will be used. So from the first one on the loaded bytes stay, for as long
-    as any tensor of the storage lives, and every read is served from them: what is written through the pointer is
-    seen, as it would be with an ordinary tensor.
+    A pointer does not reveal how long it will be used. After the first one, the loaded bytes therefore stay for as long
+    as any tensor of the storage exists, and every read is served from them: writes through the pointer are visible, as
+    they are with an ordinary tensor.
 
     Args:
         source: Where the bytes come from.
@@ -43,14 +43,14 @@ class LazyStorage:
         if pinned is None:
             loaded = new_memory(torch.uint8, (self._source.nbytes,))
             self._source.read_into(storage_bytes(loaded))
-            # Of several threads that come here at the same time, all go by what the first has loaded.
+            # If several threads load at the same time, all of them use the bytes that the first one has loaded.
             pinned = self._pinned.setdefault("", PinnedSource(loaded))
             self._source = pinned
         return pinned.storage
 
 
 class PinnedSource(ByteSource):
-    """The bytes of a storage that others have pointers to, and may have moved elsewhere meanwhile.
+    """The loaded bytes of a storage, to which other code has pointers and which it may have moved.
 
     Args:
         loaded: A tensor that is all of the storage.
@@ -74,8 +74,8 @@ class PinnedSource(ByteSource):
 class Geometry(NamedTuple):
     """The elements of a lazy tensor, as a geometry over a storage.
 
-    Torch knows all of it but the storage, yet asking a tensor of a class of its own takes torch as long as reading
-    some 50 KiB, each time.
+    Torch knows everything but the storage, yet each question to a tensor subclass takes torch as long as reading about
+    50 KiB.
     """
 
     storage: LazyStorage

@@ -26,13 +26,13 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 class OperatorTraits:
-    """What the schema of an operator says about its arguments and results.
+    """The properties that the schema of an operator declares for its arguments and results.
 
     Attributes:
         returns_views: Whether a result may share the memory of an argument.
-        is_composite: Whether it is nothing but other operators. In inference mode these come in one piece, and only
-            their parts say whether they give a view (`to`, `reshape`), the tensor itself (`dropout`) or a new one.
-        reads_geometry_only: Whether the operator looks at the geometry of its first argument alone.
+        is_composite: Whether it consists of other operators. In inference mode torch dispatches it as one, and only its
+            parts declare whether they return a view (`to`, `reshape`), the tensor itself (`dropout`) or a new one.
+        reads_geometry_only: Whether the operator uses only the geometry of its first argument.
     """
 
     def __init__(self, func: Any) -> None:
@@ -50,7 +50,7 @@ class OperatorTraits:
         info = torch._C._SchemaInfo(schema)
         self._sometimes_written = [n for n in self._positions if info.is_mutable(n) and n not in self._written]
         if not self._written and schema.name.endswith("_") and not schema.name.endswith("__"):
-            # Named as one that writes, yet nothing declared: so it is with torch.distributed's.
+            # Named like an operator that writes, but without a declaration: the operators of torch.distributed.
             self._written = list(self._positions)[:1]
         self._written_positions = [self._positions[name] for name in self._written]
         self.returns_views = any(
@@ -84,14 +84,14 @@ def operator_traits(func: Any) -> OperatorTraits:
     return OperatorTraits(func)
 
 
-# What a complex tensor's conjugate and its imaginary part are made of: bits that say what is still to be done.
+# A complex tensor's conjugate and its imaginary part are marked by these bits; the operation itself is still pending.
 _PENDING = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
 
 
 def pending_signs_enabled() -> AbstractContextManager[None]:
     """Let operators inside of `__torch_dispatch__` see conjugates as conjugates.
 
-    Torch switches off there whatever stands above a subclass, this too; an operator that takes a conjugate on its way
+    Torch disables all keys above a subclass there, including these; an operator that conjugates an intermediate result
     would then compute with the tensor itself.
     """
     excluded = torch._C._dispatch_tls_local_exclude_set()
@@ -120,7 +120,7 @@ class LoadCache(threading.local):
             self._held = None
 
     def load(self, lazy: LazyTensor) -> torch.Tensor:
-        """Return the loaded tensor; nobody may write to it."""
+        """Return the loaded tensor, which the caller must not write to."""
         if self._held is None:
             return lazy._load()
         if id(lazy) not in self._held:

@@ -27,8 +27,8 @@ def raise_immutable(what: str, kind: str = "tensor") -> NoReturn:
     """Raise the error for a write.
 
     Args:
-        what: What would have written, as its caller knows it.
-        kind: What it would have written to.
+        what: The operation, in the caller's terms.
+        kind: The object that it would have written to.
     """
     raise ImmutableTensorError(
         f"{what} would write to a lazy {kind}, whose elements are in a file that others read too: "
@@ -52,7 +52,7 @@ class UndispatchedMethods(torch.Tensor):
         def _pinned_tensor(self) -> torch.Tensor:
             """Load the storage for good and return an ordinary tensor that shares its memory."""
 
-    # ---- being looked at: no I/O, except where the elements themselves are asked for ----------------------------
+    # ---- inspection: no I/O, except where the elements themselves are asked for ---------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -68,7 +68,7 @@ class UndispatchedMethods(torch.Tensor):
         """Load the elements as nested lists."""
         return self.materialize().tolist()
 
-    # ---- being copied: no I/O either ---------------------------------------------------------------------------
+    # ---- copies: no I/O either ---------------------------------------------------------------------------------
 
     def __copy__(self) -> Self:
         return self._share(self._geometry_.storage)
@@ -76,7 +76,7 @@ class UndispatchedMethods(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if not self.is_leaf:
             raise RuntimeError("a tensor that came out of a computation cannot be copied with it: detach() it first")
-        # Nothing can be written, so nothing needs to be copied. A storage of its own keeps pointers apart, though.
+        # Nothing can be written, so nothing needs to be copied. A separate storage keeps the pointers of both apart.
         storage = memo.get(id(self._geometry_.storage))
         if storage is None:
             memo[id(self._geometry_.storage)] = storage = LazyStorage(self._geometry_.storage.source)
@@ -92,11 +92,11 @@ class UndispatchedMethods(torch.Tensor):
         return twin
 
     def _attributes(self) -> dict[str, Any]:
-        """Return what others have set on the tensor, as they may on any."""
+        """Return the attributes that other code has set on the tensor."""
         return {name: value for name, value in self.__dict__.items() if name != "_geometry_"}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Pickles are read where the file is not: they hold the elements.
+        # A pickle may be read where the file does not exist, so it contains the elements.
         loaded = self.materialize()
         attributes = self._attributes()
         if attributes.pop("_is_param", False):
@@ -121,7 +121,7 @@ class UndispatchedMethods(torch.Tensor):
         array = self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
         return array.copy() if copy and not array.flags.writeable else array
 
-    # ---- pointers: from the first one on, the elements stay loaded ----------------------------------------------
+    # ---- pointers: after the first one, the elements stay loaded ------------------------------------------------
 
     def data_ptr(self) -> int:
         """Load the storage for good and return the address of the first element."""
@@ -147,7 +147,7 @@ class UndispatchedMethods(torch.Tensor):
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self._pinned_tensor().requires_grad_(self.requires_grad).__dlpack__(**kwargs)
 
-    # ---- factories, which torch's own class has for its own kind ------------------------------------------------
+    # ---- factories, which would return lazy tensors otherwise ---------------------------------------------------
 
     def new_tensor(self, data: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         """Return a new ordinary tensor of this dtype."""
@@ -166,12 +166,12 @@ def _raising(name: str) -> Callable[..., NoReturn]:
 def _set_data(target: torch.Tensor, value: torch.Tensor) -> None:
     if isinstance(target, UndispatchedMethods):
         if isinstance(value, UndispatchedMethods) and value._geometry_ == target._geometry_:
-            return  # as `module.cpu()` does where nothing is to be changed
+            return  # as `module.cpu()` does where nothing changes
         raise_immutable("assigning to .data")
     target.data = value.materialize() if isinstance(value, UndispatchedMethods) else value
 
 
-# Torch's own functions; called unbound, they land here.
+# Unbound calls of torch's own functions are redirected to these.
 HANDLERS: dict[Any, Callable[..., Any]] = {
     getattr(torch.Tensor, name): getattr(UndispatchedMethods, name)
     for name in (

@@ -35,8 +35,8 @@ _RAW_MEMORY = frozenset(("__array_interface__", "__array_struct__", "ctypes"))
 class LazyArray(ArrayOperators):
     """An immutable array whose elements are read from a byte source when they are used.
 
-    Shape, dtype and the like, copies, and slices of the first axis cost no I/O. Any other use loads the array, gives
-    what the loaded array would give, and lets it go again; views of it are read-only. Writing raises
+    Shape, dtype and the like, copies, and slices of the first axis cost no I/O. Any other use loads the array, returns
+    the result of the loaded array, and releases its memory; views of it are read-only. Writing raises
     `ImmutableTensorError` or NumPy's own error about read-only memory.
 
     Args:
@@ -54,7 +54,7 @@ class LazyArray(ArrayOperators):
     # Binary operators of ordinary arrays and of torch tensors leave the operation to us.
     __array_priority__ = 1001
 
-    # As with LazyTensor: NVFlare's serializer goes by `obj.__class__`.
+    # As with LazyTensor: NVFlare's serializer uses `obj.__class__`.
     @property  # type: ignore[misc]
     def __class__(self) -> type[np.ndarray[Any, Any]]:  # type: ignore[override]
         return np.ndarray
@@ -80,7 +80,7 @@ class LazyArray(ArrayOperators):
             )
         return cls(tensor.source, row.numpy, tuple(tensor.shape))
 
-    # ---- what costs no I/O -------------------------------------------------------------------------------------
+    # ---- without I/O -------------------------------------------------------------------------------------------
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -150,7 +150,7 @@ class LazyArray(ArrayOperators):
         Args:
             buffer: Writable and C-contiguous, of `count` elements.
             start: The first element.
-            count: How many; as many as the buffer holds, if not given.
+            count: Their number. Default: as many as the buffer holds.
         """
         view = bytes_of(buffer)
         if count is None:
@@ -160,7 +160,7 @@ class LazyArray(ArrayOperators):
         self._source.read_into(view, start * self.itemsize)
 
     def _load(self) -> np.ndarray[Any, Any]:
-        # Read-only: a view of it that was written to would not change what this array reads as.
+        # Read-only: a write to a view of it would not change this array.
         array = self.materialize()
         array.flags.writeable = False
         return array
@@ -188,7 +188,7 @@ class LazyArray(ArrayOperators):
     def __iter__(self) -> Iterator[Any]:
         return map(self.__getitem__, range(len(self))) if self.ndim > 1 else iter(self._load())
 
-    # ---- what NumPy asks ---------------------------------------------------------------------------------------
+    # ---- NumPy's protocols -------------------------------------------------------------------------------------
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, LazyArray) for x in kwargs.get("out") or ()):
@@ -213,7 +213,7 @@ class LazyArray(ArrayOperators):
             raise AttributeError(f"'LazyArray' object has no attribute {name!r}")
         if not callable(getattr(np.ndarray, name)):
             return getattr(self._load(), name)
-        # Loaded when it is called: many only ask whether there is such a method.
+        # Loaded when it is called: most code only checks whether the method exists.
         return lambda *args, **kwargs: getattr(self._load(), name)(*self._loaded(args), **self._loaded(kwargs))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -232,7 +232,7 @@ class LazyArray(ArrayOperators):
         return self.materialize().astype(dtype, *args, **kwargs)
 
     def copy(self, order: Any = "C") -> np.ndarray[Any, Any]:
-        """Load the elements; the same as `materialize()`, for those who do not know what they hold."""
+        """Load the elements; the same as `materialize()`, for code that also handles ordinary arrays."""
         loaded = self.materialize()
         return loaded if order == "C" else loaded.copy(order)
 

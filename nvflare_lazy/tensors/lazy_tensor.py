@@ -50,8 +50,8 @@ _CLONE = aten.clone.default
 _COPY = aten.copy_.default
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
-# What is written to a tensor that was set to a lazy one is written to that one's memory; and the offsets of the
-# others count from the beginning of the storage, wherever the tensor lies in it.
+# `set_` makes a tensor share the memory of the lazy one, so that writes reach it; the offsets of the others count from
+# the start of the storage, wherever the tensor starts.
 _NEED_THE_STORAGE = (aten.set_, aten.as_strided_copy, aten.as_strided_scatter, aten._reshape_alias_copy)
 _CLONE_METHOD = torch.Tensor.clone
 _AS_IT_IS = nullcontext()
@@ -62,7 +62,7 @@ class LazyTensor(UndispatchedMethods):
     """An immutable tensor whose elements are read from a byte source when, and as far as, they are used.
 
     Shape, dtype and the like cost no I/O, nor do views (`t[3]`, `t.view(-1)`, `t.T`) or copies. Any other use loads
-    the tensor, gives what the loaded tensor would give, and lets it go again. Writing to it raises
+    the tensor, returns the result of the loaded tensor, and releases its memory. Writing to it raises
     `ImmutableTensorError`.
 
     Args:
@@ -77,8 +77,8 @@ class LazyTensor(UndispatchedMethods):
         >>> tensor[7].sum()  # reads one row
     """
 
-    # NVFlare's serializer goes by `obj.__class__`: so a lazy tensor is sent as the tensor it stands for, and a peer
-    # without this package can take it. `type()` and `isinstance(x, LazyTensor)` still tell what it is.
+    # NVFlare's serializer uses `obj.__class__`: so a lazy tensor is sent as an ordinary tensor, and a peer without this
+    # package can receive it. `type()` and `isinstance(x, LazyTensor)` still identify it.
     @property  # type: ignore[override]
     def __class__(self) -> type[torch.Tensor]:
         return torch.Tensor
@@ -97,7 +97,7 @@ class LazyTensor(UndispatchedMethods):
         strides: Sequence[int] | None = None,
         storage_offset: int = 0,
     ) -> LazyTensor:
-        dtypes.by_torch(dtype)  # raises for what no file holds, such as quantized types
+        dtypes.by_torch(dtype)  # raises for types that no file holds, such as quantized ones
         shape = tuple(shape)
         if strides is None:
             row_major = contiguous_strides(shape)
@@ -106,11 +106,11 @@ class LazyTensor(UndispatchedMethods):
         return _make(_checked_geometry(LazyStorage(source), dtype, shape, tuple(strides), storage_offset))
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        """Take what `__new__` takes; torch's own constructor must not see it."""
+        """Accept the arguments of `__new__`; torch's own constructor must not see them."""
 
     @classmethod
     def of_whole(cls, source: ByteSource, dtype: torch.dtype, shape: tuple[int, ...]) -> LazyTensor:
-        """Return the row-major tensor that a source consists of: for readers that have checked that it does."""
+        """Return the row-major tensor that a source consists of, unchecked: for readers that have checked it."""
         dtypes.by_torch(dtype)
         return _make(Geometry(LazyStorage(source), dtype, shape, contiguous_strides(shape), 0, True))
 
@@ -139,7 +139,7 @@ class LazyTensor(UndispatchedMethods):
         return loaded
 
     def _load(self) -> torch.Tensor:
-        """Load the elements for someone who only reads them: an expanded view stays as small as it is."""
+        """Load the elements for reading only: an expanded view keeps its small memory."""
         storage, dtype, shape, strides, offset, is_plain = self._geometry_
         count = prod(shape)
         reached = count if is_plain else extent(shape, strides)
@@ -160,7 +160,7 @@ class LazyTensor(UndispatchedMethods):
         Args:
             buffer: Writable and C-contiguous, of `count` elements.
             start: The first element.
-            count: How many; as many as the buffer holds, if not given.
+            count: Their number. Default: as many as the buffer holds.
         """
         view = bytes_of(buffer)
         dtype = self._geometry_.dtype
@@ -173,7 +173,7 @@ class LazyTensor(UndispatchedMethods):
 
     @property
     def source(self) -> ByteSource:
-        """The elements in row-major order as bytes; a plain part of a file wherever they lie in one like that."""
+        """The row-major bytes of the elements: a plain part of the file if they are stored in this order."""
         storage, dtype, shape, strides, offset, is_plain = self._geometry_
         itemsize, source = dtype.itemsize, storage.source
         if is_plain:
@@ -181,7 +181,7 @@ class LazyTensor(UndispatchedMethods):
             return source.slice(offset * itemsize if nbytes else 0, nbytes)
         return StridedSource(source, itemsize, shape, strides, offset)
 
-    # ---- what torch asks ---------------------------------------------------------------------------------------
+    # ---- torch's protocols -------------------------------------------------------------------------------------
 
     @classmethod
     def __torch_function__(
@@ -196,12 +196,12 @@ class LazyTensor(UndispatchedMethods):
         if len(types) > 1 or types[0] is not LazyTensor:
             others = tuple(other for other in types if not issubclass(LazyTensor, other))
             if others:
-                # Somebody else's tensors take part: what comes of them and an ordinary tensor is theirs to say.
+                # Other subclasses take part: they define the result of an operation with an ordinary tensor.
                 answers = (other.__torch_function__(func, others, args, kwargs) for other in others)  # type: ignore[attr-defined]
                 return next((answer for answer in answers if answer is not NotImplemented), NotImplemented)
         with _loads.shared(), torch._C.DisableTorchFunctionSubclass():
             if kwargs.get("out") is not None:
-                # For an argument of a class of its own, torch may compute a new result and forget about `out`.
+                # For arguments of a subclass, torch may compute a new result and ignore `out`.
                 if _holds_lazy(kwargs["out"]):
                     raise_immutable(f"{func.__name__}(out=...)")
                 args, kwargs = _replaced((args, kwargs), _load_with_gradient)
@@ -289,7 +289,7 @@ def _holds_lazy(value: object) -> bool:
 
 
 def _is_simple_clone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a clone is nothing but a read, with nobody who has to hear of it: then it goes no way round torch."""
+    """Whether a clone is only a read that no mode, tracer or gradient observes: then torch does not have to run."""
     if len(args) != 1 or kwargs or not args[0]._geometry_.is_plain or torch_is_watched():
         return False
     with torch._C.DisableTorchFunctionSubclass():
@@ -317,10 +317,10 @@ def _load_with_gradient(lazy: LazyTensor) -> torch.Tensor:
 def _fill(memory: torch.Tensor, nbytes: int, source: ByteSource, offset: int = 0) -> None:
     """Read into the first bytes of a tensor's memory."""
     if nbytes < MIN_SHARED_BYTES and source.file_range() is not None:
-        # Read by this thread alone, which holds on to the tensor until it has.
+        # Read by this thread alone, which keeps the tensor alive until then.
         source.read_into(borrowed_bytes(memory, nbytes), offset)
     else:
-        # Others may be at it a moment longer than this thread, if that is interrupted.
+        # Other threads may write a moment longer than this one, if this one is interrupted.
         source.read_into(owned_bytes(memory, nbytes), offset)
 
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.tensors.tensor_file import TensorFile
 
-# The most that is read from the storage at once.
+# The largest single read from the storage.
 _BLOCK_BYTES = 4 << 20
-# A gap this small is read over: a system call costs as much.
+# A gap of up to this size is read as well: a system call costs as much.
 _CHEAP_BYTES = 64 << 10
-# Reading this many times what is needed still beats one read for each run.
+# Reading this many times the needed bytes is still faster than one read per run.
 _CHEAP_RATIO = 4
 
 
@@ -36,7 +36,7 @@ class StridedSource(ByteSource):
         base: The storage.
         itemsize: Bytes of an element.
         shape: Shape of the view.
-        strides: Its strides in elements; none negative.
+        strides: Its strides in elements; none is negative.
         storage_offset: Its first element.
     """
 
@@ -84,7 +84,7 @@ class StridedSource(ByteSource):
             done += count
 
     def _gather_box(self, target: np.ndarray[Any, Any], first: int, strides: tuple[int, ...]) -> None:
-        """Fill `target`, splitting along the widest stride until what is read holds little that is not wanted."""
+        """Fill `target`, split along the widest stride until each read contains few bytes that are not needed."""
         pending = [(target, first)]
         while pending:
             part, at = pending.pop()
@@ -135,7 +135,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a view's elements lie in the storage one after the other, in row-major order."""
+    """Whether a view's elements are stored contiguously, in row-major order."""
     expected = contiguous_strides(shape)
     return 0 in shape or all(
         size == 1 or stride == wanted for size, stride, wanted in zip(shape, strides, expected, strict=True)

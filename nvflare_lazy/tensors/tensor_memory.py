@@ -31,9 +31,9 @@ _OTHER_OBSERVERS = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize).a
 
 
 def torch_is_watched() -> bool:
-    """Whether somebody is to hear of what torch does in this thread at the moment.
+    """Whether torch's operations in this thread are observed at the moment.
 
-    A mode, a function transform, a tracer, or automatic differentiation that goes forward.
+    By a mode, a function transform, a tracer, or forward-mode automatic differentiation.
     """
     return (
         torch._C._len_torch_function_stack() > 0
@@ -44,10 +44,10 @@ def torch_is_watched() -> bool:
 
 
 def new_memory(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return an ordinary tensor on the CPU whose memory was not written yet, row-major if no strides are given.
+    """Return an ordinary tensor on the CPU whose memory was not written yet, row-major without strides.
 
-    Whatever the caller has torch do at the moment: a default device, a mode that fakes or traces tensors, or a
-    function transform would all make something else out of `torch.empty`, which has no memory to be filled.
+    The result is independent of the caller's settings: with a default device, a mode that fakes or traces tensors, or
+    a function transform, `torch.empty` would return something without memory to fill.
     """
     if strides is None and not torch_is_watched():
         return torch.empty(shape, dtype=dtype, device=_CPU)
@@ -65,7 +65,7 @@ def new_memory(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, .
 
 @contextmanager
 def _untraced() -> Iterator[None]:
-    """Keep `torch.jit.trace` from recording what is done in the block."""
+    """Keep `torch.jit.trace` from recording the operations of the block."""
     state = torch._C._get_tracing_state()
     if state is None:
         yield
@@ -94,7 +94,7 @@ def storage_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def owned_bytes(tensor: torch.Tensor, nbytes: int) -> memoryview:
-    """Return the first bytes of the memory of `tensor`, at least one, all inside of it; they keep it alive."""
+    """Return the first bytes of the memory of `tensor`, at least one, all inside it; they keep it alive."""
     array = np.ndarray.__new__(_Memory, (nbytes,), np.uint8, borrowed_bytes(tensor, nbytes))
     array.owner = tensor
     return array.data
@@ -107,13 +107,13 @@ _WRITABLE = 0x200
 
 
 def borrowed_bytes(tensor: torch.Tensor, nbytes: int) -> memoryview:
-    """Return the first bytes of the memory of `tensor`, for as long as the caller holds on to the tensor.
+    """Return the first bytes of the memory of `tensor`, valid while the caller keeps the tensor.
 
-    What fills a tensor at once, in one thread, and keeps nothing uses this.
+    For code that fills a tensor at once, in one thread, and keeps no reference.
 
     Args:
         tensor: An ordinary tensor on the CPU.
-        nbytes: How many bytes, at least one, all of them inside of the tensor.
+        nbytes: Number of bytes, at least one, all inside the tensor.
     """
     address = tensor.data_ptr()
     if not address:
@@ -129,7 +129,7 @@ class _Memory(np.ndarray[Any, Any]):
 
 
 def extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Return how many elements of the storage lie from the first to the last element of a view."""
+    """Return the number of storage elements from the first to the last element of a view."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
