@@ -61,19 +61,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Directory for the temporary files of this process and its child processes, which must end before the tests do."""
-    directory = tmp_path_factory.mktemp("tmp", numbered=False)
+    directory, home = (tmp_path_factory.mktemp(name, numbered=False) for name in ("tmp", "home"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(directory))
         patch.setattr(tempfile, "tempdir", None)
+        # Caches, scratch without a root, and NVFlare's settings.
+        patch.setenv("HOME", str(home))
+        for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "NVFLARE_LAZY_SCRATCH"):
+            patch.delenv(name, raising=False)
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(home / "torchinductor"))
         yield directory
-    left = _processes_with(str(directory))
+    left = _processes_with(str(home))
     deadline = time.monotonic() + 10
     while left and time.monotonic() < deadline:
         time.sleep(0.1)
-        left = _processes_with(str(directory))
+        left = _processes_with(str(home))
     for pid in left:
         os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(home, ignore_errors=True)
     assert not left, f"processes outlived the tests: {left}"
+
+
+@pytest.fixture
+def disposable_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Remove the temporary files of a test that runs NVFlare, which leaves some."""
+    directory = tmp_path.with_name(tmp_path.name + "-tmp")
+    directory.mkdir()
+    monkeypatch.setenv("TMPDIR", str(directory))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,11 @@ JobRunner = Callable[..., RunResult]
 in_deployment = pytest.mark.filterwarnings("default:ssl_context is deprecated:DeprecationWarning")
 
 
+@pytest.fixture(autouse=True)
+def _temporary_files(disposable_temporary_directory: None) -> None:
+    """Every test here runs NVFlare."""
+
+
 @pytest.fixture
 def run_job(tmp_path: Path) -> JobRunner:
     """Runs a job in the simulator and fails with the end of its output if the job did."""

@@ -10,8 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +24,7 @@ from tests.documents.session import matches
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 DEFAULT_WORKSPACE = "/tmp/nvflare/simulation"
-SECONDS = 280
-# Jobs that do almost nothing mostly wait for NVFlare's timers.
-AT_A_TIME = 2
+SECONDS = 500
 NUMBER = r"\d+(?:[.,]\d+)*"
 
 # The commands in the READMEs that are run for every change, and what makes them small.
@@ -39,8 +35,6 @@ SHOWN = {
     "lora": ("llm", 1, []),
     "hello": ("hello", 0, []),
 }
-
-pytestmark = pytest.mark.timeout(2 * SECONDS)
 
 
 @dataclass(frozen=True)
@@ -63,20 +57,10 @@ class Shown:
         return [float(number.replace(",", "")) for number in re.findall(NUMBER, found[-1].removeprefix(line))]
 
 
-@pytest.fixture(scope="module")
-def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Shown]]]:
-    """Runs what the selected tests are about, some of it at a time."""
-    asked = [item.callspec.params.get("shown") for item in request.session.items if hasattr(item, "callspec")]
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
-        yield {name: pool.submit(_show, name, tmp_path_factory.mktemp(name)) for name in SHOWN if name in asked}
-
-
 @pytest.fixture
-def shown(request: pytest.FixtureRequest, runs: dict[str, Future[Shown]]) -> Shown:
+def shown(request: pytest.FixtureRequest, tmp_path: Path) -> Shown:
     """What came of the command a test is about."""
-    return runs[request.param].result()
+    return _show(request.param, tmp_path)
 
 
 def _show(name: str, workspace: Path) -> Shown:

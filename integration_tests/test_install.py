@@ -55,7 +55,7 @@ def check(result: RunResult, tensors: Any) -> None:
 def test_a_trainer_needs_no_second_model(run_job: JobRunner, tmp_path: Path):
     """With one line at the top of the script, 256 MiB come and go beside the model in less than half of that."""
     seen = tmp_path / "witness.jsonl"
-    job = FLJob(mode="level-3", model_mib=MODEL_MIB, tensors=32, rounds=2, external=True, trainer=TRAINER)
+    job = FLJob(mode="level-3", model_mib=MODEL_MIB, tensors=32, rounds=1, external=True, trainer=TRAINER)
     result = run_job(job, environment=environment(job, seen))
     assert [note["types"] for note in notes(seen)] == [["LazyTensor"]] * job.clients * job.rounds
     most = max(note["beside the model"] for note in notes(seen))

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("disposable_temporary_directory")
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_document(document, tmp_path):
     """Every code block runs and prints what the document says, or says why it is not run."""
