@@ -6,6 +6,7 @@ pytest loads this module for `tests/` and `integration_tests/`, with and without
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -61,36 +62,45 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Directory for the temporary files of this process and its child processes, which must end before the tests do."""
-    directory, home = (tmp_path_factory.mktemp(name, numbered=False) for name in ("tmp", "home"))
+    # These two stay until this process ends: pytest's directory and the one of multiprocessing.
+    tmp_path_factory.getbasetemp()
+    multiprocessing.util.get_temp_dir()
+    # Not below pytest's own directory: the path of a Unix socket must not be longer than 107 bytes.
+    own = Path(tempfile.mkdtemp(prefix="nvflare-lazy-tests-"))
+    directory, home = own / "tmp", own / "home"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(directory))
-        patch.setattr(tempfile, "tempdir", None)
+        _use_for_temporary_files(directory, patch)
         # Caches, scratch without a root, and NVFlare's settings.
+        home.mkdir()
         patch.setenv("HOME", str(home))
         for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "NVFLARE_LAZY_SCRATCH"):
             patch.delenv(name, raising=False)
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(home / "torchinductor"))
         yield directory
-    left = _processes_with(str(home))
+    left = _processes_with(str(own))
     deadline = time.monotonic() + 10
     while left and time.monotonic() < deadline:
         time.sleep(0.1)
-        left = _processes_with(str(home))
+        left = _processes_with(str(own))
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(home, ignore_errors=True)
+    shutil.rmtree(own, ignore_errors=True)
     assert not left, f"processes outlived the tests: {left}"
 
 
 @pytest.fixture
-def disposable_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def disposable_temporary_directory(temporary_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Remove the temporary files of a test that runs NVFlare, which leaves some."""
-    directory = tmp_path.with_name(tmp_path.name + "-tmp")
-    directory.mkdir()
-    monkeypatch.setenv("TMPDIR", str(directory))
-    monkeypatch.setattr(tempfile, "tempdir", None)
+    directory = temporary_directory.with_name("nvflare")
+    _use_for_temporary_files(directory, monkeypatch)
     yield
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _use_for_temporary_files(directory: Path, patch: pytest.MonkeyPatch) -> None:
+    directory.mkdir()
+    patch.setenv("TMPDIR", str(directory))
+    patch.setattr(tempfile, "tempdir", None)
 
 
 @pytest.fixture(autouse=True)
@@ -137,5 +147,5 @@ def _processes_with(text: str) -> dict[int, str]:
                 found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:  # It has ended, or it belongs to another user.
             continue
-    # This one lives as long as the process that it belongs to.
-    return {pid: command for pid, command in found.items() if "multiprocessing.resource_tracker" not in command}
+    # The servers of multiprocessing live as long as the process that they belong to.
+    return {pid: command for pid, command in found.items() if "from multiprocessing." not in command}

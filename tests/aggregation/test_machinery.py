@@ -137,7 +137,7 @@ class TestWorkers:
 
         def work(task, arena):
             if task == 0:
-                gate.wait(5)
+                gate.wait(60)
             elif task == 20:
                 gate.set()
             return task

@@ -246,7 +246,7 @@ def test_stopped(start, tmp_path, signum):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signum)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=500)
     assert process.returncode == -signum
     assert err == b""
     assert list((tmp_path / "out").iterdir()) == []

@@ -299,14 +299,14 @@ def test_attacks(attack: str) -> None:
     """An attack ends soon, in an error of ours, and takes no more memory than a few times its own size."""
     text = ATTACKS[attack]
     tracemalloc.start()
-    started = time.monotonic()
+    started = time.process_time()
     try:
         with pytest.raises(FormatError) as caught:
             parse_header(text, "m")
         taken = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
     # One copy as text; two more for a name that is almost all of it.
     assert taken < 4 * len(text) + MEGA
     assert len(str(caught.value)) < 500

@@ -284,10 +284,10 @@ def test_bombs(tmp_path, monkeypatch, name, kind):
     write = files.write_zip if kind == "zip" else files.write_legacy
     bomb = (BOMBS | LENGTHS)[name]()
     write(tmp_path / "model.pt", bomb)
-    before, start = forget_peak(), time.monotonic()
+    before, start = forget_peak(), time.process_time()
     with pytest.raises(CheckpointError):
         open_pytorch(tmp_path / "model.pt")
-    assert time.monotonic() - start < SECONDS
+    assert time.process_time() - start < SECONDS
     assert peak_memory() - before < pickle_stream._BYTES_PER_BYTE * len(bomb) + 24 * MIB
 
 

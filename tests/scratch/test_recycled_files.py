@@ -120,7 +120,7 @@ def test_a_file_open_in_another_process_is_not_used_again(job):
     download.release()
     assert recycled(job) == []
     received(job.download(), NEW)
-    assert other.communicate("\n", timeout=60)[0] == "ooo\n"
+    assert other.communicate("\n", timeout=500)[0] == "ooo\n"
 
 
 def test_a_file_with_another_name_is_not_used_again(job, tmp_path):

@@ -31,7 +31,7 @@ def four_cores(monkeypatch):
 )
 def test_pieces_make_up_the_whole(nbytes, threads):
     """The pieces follow on each other from the first byte to the last, and several threads do them."""
-    seen, together = [], threading.Barrier(threads, timeout=30)
+    seen, together = [], threading.Barrier(threads, timeout=300)
     first = threading.local()
 
     def work(begin, end):
@@ -56,13 +56,13 @@ def test_short_work_stays_with_the_caller(nbytes):
 
 def test_busy_helpers_keep_nobody_waiting():
     """A caller does everything itself while the helpers are busy with another's work."""
-    release, busy, own = threading.Event(), threading.Barrier(5, timeout=30), threading.get_ident()
+    release, busy, own = threading.Event(), threading.Barrier(5, timeout=300), threading.get_ident()
     first_four = {begin for begin, _ in _parallel_read._pieces(MANY, 4)[:4]}
 
     def hold(begin, end):
         if begin in first_four:
             busy.wait()
-            release.wait(30)
+            release.wait(300)
 
     other = threading.Thread(target=parallel_for_ranges, args=(hold, MANY))
     other.start()
@@ -74,14 +74,14 @@ def test_busy_helpers_keep_nobody_waiting():
         assert sum(end - begin for begin, end, _ in seen) == MANY
     finally:
         release.set()
-        other.join(30)
+        other.join(300)
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_errors_wait_for_the_helpers(own):
     """An error in any thread is raised, no further piece is begun, and by then nobody is at work any more."""
     caller, running, begun = threading.get_ident(), [], []
-    together = threading.Barrier(4, timeout=30)
+    together = threading.Barrier(4, timeout=300)
 
     def work(begin, end):
         running.append(begin)
@@ -147,7 +147,7 @@ threading.Thread.start = refuse
 print(source.read().count(b"x"))
 atexit.register(lambda: print(source.read().count(b"x")))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=500)
     assert (done.stdout.split(), done.stderr) == ([str(MANY)] * 2, "")
 
 
@@ -185,7 +185,7 @@ except KeyboardInterrupt:
 def test_interrupted_while_helpers_write(tmp_path):
     """However often the caller is interrupted, it is let go only when nobody writes to its memory any more."""
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], cwd=tmp_path, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", INTERRUPTED], cwd=tmp_path, capture_output=True, text=True, timeout=500
     )
     assert (done.stdout.split(), done.stderr) == (["interrupted", "0"], "")
 
@@ -198,9 +198,9 @@ def test_what_helpers_have_begun_is_done():
     def work(begin, end):
         if threading.current_thread() is not threading.main_thread():
             taken.set()
-            goes_on.wait(30)
+            goes_on.wait(300)
         else:
-            taken.wait(30)
+            taken.wait(300)
             goes_on.set()
         done.append((begin, end))
 

@@ -178,7 +178,7 @@ def test_a_file_that_is_a_pipe_does_not_block(tmp_path):
 def run(code: str) -> str:
     """Run a program of its own and return what it printed."""
     program = textwrap.dedent(code)
-    ran = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=100)
+    ran = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr
     assert not ran.stderr
     return ran.stdout
@@ -257,18 +257,18 @@ def test_forked_while_another_thread_pins():
         def _read_into(self, buffer, offset):
             reading.set()
             if os.getpid() == parent:
-                goes_on.wait(30)
+                goes_on.wait(300)
             super()._read_into(buffer, offset)
 
     parent = os.getpid()
     made = LazyTensor(SlowSource(bytes(16)), torch.float32, (4,))
     thread = threading.Thread(target=made.data_ptr)
     thread.start()
-    reading.wait(30)
+    reading.wait(300)
     child = os.fork()
     if not child:
         signal.alarm(20)
         os._exit(0 if made.data_ptr() else 1)
     goes_on.set()
-    thread.join(30)
+    thread.join(300)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -123,7 +123,7 @@ def receive(
     ref_id: str,
     *,
     to_disk: bool = True,
-    timeout: float = 3.0,
+    timeout: float = 60.0,
     abort_after: float | None = None,
     quota: int | None = None,
     root: str | None = None,

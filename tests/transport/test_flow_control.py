@@ -31,7 +31,7 @@ def start(function, *args, **kwargs):
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -80,7 +80,7 @@ def test_in_the_order_of_asking(throttle):
     assert throttle.acquire_if_free(0) is None  # nor does anybody slip in
     threads.append(start(ask, "first, again", slot))
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert got == ["second", "third", "first, again"]
 
 
@@ -91,9 +91,9 @@ def test_who_is_slow(throttle, monkeypatch):
     quick = throttle.acquire(32, give_up=lambda: False)
     assert slow.slow
     before = time.monotonic()
-    monkeypatch.setattr(whole_items, "_SLOW_SECONDS", 60)
+    monkeypatch.setattr(whole_items, "_SLOW_SECONDS", 600)
     throttle.acquire(32, after=slow, give_up=lambda: False)
-    assert time.monotonic() - before < 1
+    assert time.monotonic() - before < 300
     assert throttle.used == 64
     assert not quick.slow
 
@@ -114,7 +114,7 @@ def test_giving_up(throttle):
     time.sleep(0.1)
     assert thread.is_alive()
     given_up.set()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
 
 

@@ -79,7 +79,7 @@ def test_signatures(owner, name, parameters):
 def test_names_of_the_service():
     """Tables and locks of the download service."""
     assert isinstance(DownloadService._ref_table, dict)
-    assert DownloadService._tx_lock.acquire(timeout=1)
+    assert DownloadService._tx_lock.acquire(timeout=60)
     DownloadService._tx_lock.release()
     assert "receiver_ids" in inspect.signature(download_service._Transaction.__init__).parameters
 
@@ -114,7 +114,7 @@ def test_all_private_names_are_here():
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

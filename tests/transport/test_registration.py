@@ -19,7 +19,7 @@ def run(code: str, **environment: object) -> str:
         capture_output=True,
         env={**os.environ, **{name: str(value) for name, value in environment.items()}},
         text=True,
-        timeout=100,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -170,7 +170,7 @@ def test_one_line_makes_a_process_receive_on_disk(tmp_path, install, received):
         server.register_request_cb(channel="c", topic="t", cb=lambda m: got.append(m.payload) or make_reply("ok"))
         tensor = torch.randn(5_000_000)
         message = new_cell_message({}, {"a": tensor})
-        reply = client.send_request(channel="c", topic="t", target="server", request=message, timeout=30)
+        reply = client.send_request(channel="c", topic="t", target="server", request=message, timeout=300)
         assert torch.equal(got[0]["a"], tensor)
         assert type(got[0]["a"]).__name__ == os.environ["RECEIVED"]
         print(sum(path.is_file() for path in Path(os.environ["NVFLARE_LAZY_SCRATCH"]).rglob("*")), flush=True)

@@ -30,14 +30,14 @@ def test_all_calls_run_on_few_threads():
 
     def call(number):
         if number < 3:
-            together.wait(5)  # only three at the same time get past this
+            together.wait(60)  # only three at the same time get past this
         with lock:
             seen.add(threading.current_thread().name)
             done.append(number)
 
     for number in range(100):
         threads.call(call, number)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while len(done) < 100 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert sorted(done) == list(range(100))
@@ -52,27 +52,25 @@ def test_all_calls_run_on_few_threads():
     assert done[-1] == 100
 
 
-def test_calls_one_after_the_other_share_a_thread():
+def test_calls_one_after_the_other_share_a_thread(monkeypatch):
     """A thread that is free is used again."""
-    threads = SenderPool(32, "sends")
+    monkeypatch.setattr(sending_threads, "_LINGER_SECONDS", 60)
+    threads = SenderPool(32, "shares")
     names = []
     for number in range(20):
         threads.call(lambda: names.append(threading.current_thread().name))
-        deadline = time.monotonic() + 5
-        while len(names) <= number and time.monotonic() < deadline:
+        deadline = time.monotonic() + 60
+        while not (len(names) > number and threads._idle) and time.monotonic() < deadline:
             time.sleep(0.001)
-        time.sleep(0.002)
     assert len(names) == 20
-    assert len(set(names)) <= 3
+    assert len(set(names)) == 1
 
 
 def test_a_process_ends_without_waiting():
     """A process whose sender is stuck ends at once all the same, and quietly."""
     program = (
         "import threading; from nvflare_lazy.transport.segments.server import SenderPool; "
-        "SenderPool(1, 'sends').call(threading.Event().wait, 60)"
+        "SenderPool(1, 'sends').call(threading.Event().wait, 1000)"
     )
-    started = time.monotonic()
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=50)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=500)
     assert (ended.returncode, ended.stderr) == (0, b"")
-    assert time.monotonic() - started < 40

@@ -23,7 +23,7 @@ def served(monkeypatch):
 
     def answer(self, job):
         if job.requester != "free":
-            gate.wait(10)
+            gate.wait(60)
         answered.append((job.requester, job.request.start))
 
     monkeypatch.setattr(SegmentServer, "_answer", answer)
@@ -40,7 +40,7 @@ def served(monkeypatch):
 
 
 def wait_for(answered, count):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(answered) < count and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.05)
