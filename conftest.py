@@ -56,7 +56,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not item.nodeid.startswith(LONGEST_FIRST))
+        items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[bool, str, int, str]:
+    """Return a test's place in the order, which must be the same in all workers, whatever the order of a set is."""
+    path, line, _ = item.location
+    return not item.nodeid.startswith(LONGEST_FIRST), path, line or 0, item.nodeid
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -236,24 +235,38 @@ def test_memory(tmp_path):
     assert sum(path.stat().st_size for path in tmp_path.glob("big-*.safetensors")) > 256 << 20
 
 
+SLOW_DISK = """if True:
+    import os, time
+    from nvflare_lazy.cli import main
+
+    def slowly(write):
+        def call(*arguments):
+            print("writing", flush=True)
+            time.sleep(0.5)
+            return write(*arguments)
+        return call
+
+    os.pwrite, os.copy_file_range = slowly(os.pwrite), slowly(os.copy_file_range)
+    main()
+"""
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_stopped(start, tmp_path, signum):
+def test_stopped(tmp_path, signum):
     """A conversion that is stopped leaves nothing, says nothing, and ends as one that was stopped."""
     write_sparse(tmp_path / "in", {"w": ("F32", (2, 1 << 30))})
     (tmp_path / "out").mkdir()
-    process = start("convert", "in", "out")
-    while written(process.pid) < 16 << 20:
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signum)
-    _, err = process.communicate(timeout=500)
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW_DISK, "convert", "in", "out"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        for _ in range(2):
+            assert process.stdout.readline() == b"writing\n"
+        process.send_signal(signum)
+        _, err = process.communicate()
     assert process.returncode == -signum
     assert err == b""
     assert list((tmp_path / "out").iterdir()) == []
-
-
-def written(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/io").read_text().splitlines():
-        if line.startswith("wchar:"):
-            return int(line.split()[1])
-    raise LookupError(pid)
