@@ -10,6 +10,7 @@ import multiprocessing.util
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,8 +23,6 @@ SLOW_TEST_SECONDS = 3600
 MAX_WORKERS = 3
 #: Worker processes begin with these, so that no worker is left with a long test at the end.
 LONGEST_FIRST = ("integration_tests/", "tests/documents/", "tests/transport/")
-#: Directories of caches and tools, which are allowed to change while the tests run.
-IGNORED = {".git", ".venv", "__pycache__", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 
 _repository = pytest.StashKey[set[str]]()
 
@@ -35,7 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     handler. A handler that does nothing therefore protects pytest itself and lets its child processes end.
     """
     for signum in (signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) is signal.SIG_IGN:
+        # Workers have the default signals; they end with pytest.
+        if signal.getsignal(signum) is signal.SIG_IGN or (signum == signal.SIGHUP and _is_worker(config)):
             signal.signal(signum, lambda *_: None)
 
 
@@ -55,8 +55,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             fixtures[-1].scope == "module" for fixtures in item._fixtureinfo.name2fixturedefs.values()
         ):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-    if hasattr(config, "workerinput"):
+    if _is_worker(config):
         items.sort(key=_place)
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
 
 
 def _place(item: pytest.Item) -> tuple[bool, str, int, str]:
@@ -122,7 +126,7 @@ def nothing_is_left(temporary_directory: Path) -> Iterator[None]:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Remember the files in the repository."""
-    if not hasattr(session.config, "workerinput"):
+    if not _is_worker(session.config):
         session.config.stash[_repository] = _files()
 
 
@@ -136,12 +140,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _files() -> set[str]:
-    """Return the names of the files in the repository."""
-    found = set()
-    for directory, below, names in os.walk(ROOT):
-        below[:] = [name for name in below if name not in IGNORED]
-        found.update(os.path.relpath(os.path.join(directory, name), ROOT) for name in names)
-    return found
+    """Return the files in the repository that git neither tracks nor ignores."""
+    command = ["git", "ls-files", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)  # noqa: S603 (nothing comes from outside)
+    return set(listed.stdout.splitlines())
 
 
 def _processes_with(text: str) -> dict[int, str]:
