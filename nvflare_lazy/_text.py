@@ -24,7 +24,7 @@ def parse_size(size: int | str, *, of: int | None = None) -> int:
 
     Args:
         size: Bytes, or a string such as "256MiB", "2 GB" or, where `of` is given, "5%".
-        of: What a percentage is of.
+        of: The size that a percentage refers to.
 
     Example:
         >>> parse_size("1.5KiB")
@@ -32,23 +32,25 @@ def parse_size(size: int | str, *, of: int | None = None) -> int:
     """
     if isinstance(size, int):
         if size < 0:
-            raise ValueError(f"{size} is no size: it is negative")
+            raise ValueError(f"invalid size {size}: must be >= 0")
         return size
     match = _SIZE.fullmatch(size)
     if match is None:
-        raise ValueError(f"{size!r} is no size: write bytes, or for example '256MiB' or '2GB'")
+        raise ValueError(f"invalid size {size!r}: expected a number of bytes, or a string such as '256MiB'")
     number, unit = match.groups()
     if unit == "%":
         if of is None or float(number) > 100:
-            raise ValueError(f"{size!r} is no size here: write bytes, or for example '256MiB' or '2GB'")
+            raise ValueError(f"invalid size {size!r}: expected a number of bytes, or a string such as '256MiB'")
         return int(float(number) * of / 100)
     if unit.upper() not in _UNITS:
-        raise ValueError(f"{size!r} is no size: {unit!r} is none of B, KiB, MiB, GiB, TiB, PiB, KB, MB, GB, TB, PB")
+        raise ValueError(
+            f"invalid size {size!r}: unknown unit {unit!r}; available: B, KiB, MiB, GiB, TiB, PiB, KB, MB, GB, TB, PB"
+        )
     return int(float(number) * _UNITS[unit.upper()]) if "." in number else int(number) * _UNITS[unit.upper()]
 
 
 def format_size(nbytes: int) -> str:
-    """Return a size as a person reads it, for example "1.5 GiB"."""
+    """Return a size as text, for example "1.5 GiB"."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step from one global model to the next: differences added, or an optimizer's step, in a stream.
+"""`ModelUpdate`: the next global model from the aggregate, by adding differences or by a server optimizer.
 
-The last thing that happens to a round before it is saved. Aggregation knows the optimizers; here is which of them a job
-asks for, with which step in which round, and where its state is.
+`LazyAggregator` and `LazyScaffold` use it as the last step of a round. `aggregation.server_optimizers` has the
+optimizers; this module chooses the one that a job configures, its learning rate in each round, and where its state is.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ if TYPE_CHECKING:
     from nvflare_lazy.aggregation import ParamsType
     from nvflare_lazy.tensors.entry import TensorEntry
 
-#: Statistics of normalization layers, which are no parameters: NVFlare's FedOpt averages them, too.
+#: Statistics of normalization layers, which are not parameters; NVFlare's FedOpt also averages them.
 STATISTICS = r"(running_mean|running_var|num_batches_tracked)$"
+_TAKE_THE_MEAN = {"name": "fedavgm", "lr": 1.0, "momentum": 0.0}
 
 
 class ModelUpdate:
-    """Takes the step.
+    """Computes the next global model.
 
     Args:
-        optimizer: None to add differences as they are; else the optimizer's "name" and parameters as
-            `nvflare_lazy.aggregation.server_optimizers` has them, and as further keys:
+        optimizer: None to add differences without an optimizer; otherwise the "name" and parameters of an optimizer in
+            `nvflare_lazy.aggregation.server_optimizers`, and optionally:
 
-            - "lr_scheduler": `{"path": "torch.optim.lr_scheduler...", "args": {...}}`, which sets the step of a round
-            - "averaged": regular expression of tensors that are averaged instead; statistics of normalization layers
+            - "lr_scheduler": `{"path": "torch.optim.lr_scheduler...", "args": {...}}`, the learning rate of each round
+            - "averaged": regular expression of tensors that are averaged instead. Default: statistics of normalization
+              layers.
 
     Example:
         >>> ModelUpdate({"name": "fedadam", "lr": 0.01})
@@ -51,7 +53,7 @@ class ModelUpdate:
     def __init__(self, optimizer: Mapping[str, Any] | None) -> None:
         settings = dict(optimizer or {})
         self._schedule: Mapping[str, Any] | None = settings.pop("lr_scheduler", None)
-        # How NVFlare tells a dictionary from a component.
+        # NVFlare's marker that this dictionary is not a component.
         settings.pop("config_type", None)
         self._averaged = re.compile(settings.pop("averaged", STATISTICS))
         self._optimizer: ServerOptimizer | None = None if optimizer is None else to_optimizer(settings)
@@ -64,7 +66,7 @@ class ModelUpdate:
         """Whether there is an optimizer."""
         return self._optimizer is not None
 
-    def take(
+    def apply(
         self,
         base: Mapping[str, Any],
         aggregate: LazyTensorDict,
@@ -74,30 +76,30 @@ class ModelUpdate:
         *,
         memory_budget: int | str,
     ) -> LazyTensorDict:
-        """Return the next global model, in a file of its own.
+        """Write the next global model to its own file and return it.
 
         Args:
             base: The global model.
-            aggregate: What the round came to.
-            kind: Whether that is a model or a difference from one.
+            aggregate: The aggregate of the round.
+            kind: Whether the aggregate is a model or a difference from one.
             fl_ctx: NVFlare's context of the job.
             round_number: The round.
             memory_budget: Memory to work in.
         """
         if self._optimizer is None:
             output = ModelOutput.of(fl_ctx, sum(int(value.nbytes) for value in base.values()))
-            moved = apply_difference(base, aggregate, output.path, memory_budget=memory_budget, fsync=False)
-            return output.finish(moved)
+            updated = apply_difference(base, aggregate, output.path, memory_budget=memory_budget, fsync=False)
+            return output.finish(updated)
         averaged = {name for name in base if self._averaged.search(name)}
-        optimizer = self._for_round(round_number or 0)
+        optimizer, mean = self._for_round(round_number or 0), to_optimizer(_TAKE_THE_MEAN)
         entries: dict[str, TensorEntry] = {}
-        for names, stepper in ((base.keys() - averaged, optimizer), (averaged, replace_by_mean())):
+        for names, stepper in ((base.keys() - averaged, optimizer), (averaged, mean)):
             if not names:
                 continue
             part = {name: value for name, value in base.items() if name in names}
             update = {name: entry for name, entry in aggregate.entries.items() if name in names}
             output = ModelOutput.of(fl_ctx, sum(int(value.nbytes) for value in part.values()))
-            taken = stepper.step(
+            updated = stepper.step(
                 part,
                 LazyTensorDict.from_entries(update),
                 output.path,
@@ -107,11 +109,11 @@ class ModelUpdate:
                 memory_budget=memory_budget,
                 fsync=False,
             )
-            output.finish(taken)
+            output.finish(updated)
             self._count_states()
             if len(names) == len(base):
-                return taken
-            entries.update(taken.entries)
+                return updated
+            entries.update(updated.entries)
         return LazyTensorDict.from_entries(entries)
 
     def _state_dir(self, fl_ctx: FLContext | None) -> Path:
@@ -123,7 +125,7 @@ class ModelUpdate:
         return self._scratch.path
 
     def _count_states(self) -> None:
-        """Count the state files that are in scratch: they are not written through it."""
+        """Count the state files in scratch against its quota: they are written directly."""
         if self._scratch is not None:
             for name in os.listdir(self._scratch.path):
                 self._scratch.adopt(name)
@@ -133,16 +135,11 @@ class ModelUpdate:
         if self._schedule is None:
             return self._optimizer
         parameter = torch.nn.Parameter(torch.zeros(1))
-        ruler = torch.optim.SGD([parameter], lr=self._optimizer.lr)
+        reference_optimizer = torch.optim.SGD([parameter], lr=self._optimizer.lr)
         path = self._schedule.get("path") or self._schedule["class_path"]
-        scheduler = instantiate_class(path, {**(self._schedule.get("args") or {}), "optimizer": ruler})
+        scheduler = instantiate_class(path, {**(self._schedule.get("args") or {}), "optimizer": reference_optimizer})
         for _ in range(number):
-            ruler.step()
+            reference_optimizer.step()
             scheduler.step()
-        # A schedule may end at zero, which is no step an optimizer takes.
-        return replace(self._optimizer, lr=max(float(ruler.param_groups[0]["lr"]), sys.float_info.min))
-
-
-def replace_by_mean() -> ServerOptimizer:
-    """Return the optimizer that takes the mean as it is."""
-    return to_optimizer({"name": "fedavgm", "lr": 1.0, "momentum": 0.0})
+        # A schedule may end at zero, which optimizers reject.
+        return replace(self._optimizer, lr=max(float(reference_optimizer.param_groups[0]["lr"]), sys.float_info.min))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LazyAggregator`: combines the results of a round within a memory budget, by any rule, into a file.
+"""`LazyAggregator`: aggregates the results of a round within a memory budget, by any rule, to a file.
 
-Stands between the results, which lie in scratch as lazy tensors, and the persistor, which gives the file that comes out
-its name. It keeps results until the round is over, since the order of arrival must not show in the bits.
+It reads results from scratch, as lazy tensors, and the persistor links the file it writes as a checkpoint. It keeps
+results until the round ends, since the result must not depend on their order of arrival.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ class LazyAggregator(ModelAggregator):
 
     | to                                         | set                                                            |
     |--------------------------------------------|----------------------------------------------------------------|
-    | stand clients that lie                     | `rule="trimmed_mean"`, `"median"`, `"krum"`, …, `rule_args`    |
-    | weigh clients                              | `aggregation_weights={"site-1": 2.0}`                          |
-    | keep some tensors out of it                | `exclude_vars="running_(mean|var)"`                            |
-    | use an optimizer on the server             | `server_optimizer={"name": "fedadam", "lr": 0.01}`                |
-    | go on when a round has too few results     | `min_results`, `on_too_few="skip"`                             |
+    | tolerate malicious clients                 | `rule="trimmed_mean"`, `"median"`, `"krum"`, …, `rule_args`    |
+    | weight clients                             | `aggregation_weights={"site-1": 2.0}`                          |
+    | exclude tensors                            | `exclude_vars="running_(mean|var)"`                            |
+    | use a server optimizer                     | `server_optimizer={"name": "fedadam", "lr": 0.01}`             |
+    | continue when a round has too few results  | `min_results`, `on_too_few="skip"`                             |
 
-    A result is taken whole or not at all: one that could not be received, does not fit the global model, or cannot be
-    read while it is combined is left out, and the log says why. Metrics are averaged as FedAvg does it on its own.
-    Differences are added to the global model here, in a stream, so controllers get the whole model.
+    Results are used all-or-nothing: a result that was not received, does not match the global model, or cannot be read
+    is skipped, and the reason is logged. Metrics are averaged as in NVFlare's FedAvg. Differences are added to the
+    global model tile by tile, so controllers get the whole model.
 
     Args:
         rule: Name of the rule.
         rule_args: Arguments of the rule.
-        exclude_vars: Regular expression; tensors whose name it is found in are not in the result.
-        aggregation_weights: A factor for the weight of some clients, on top of the steps they trained.
-        memory_budget: Memory to work in; that of `TensorOffload`, if not given.
-        on_non_finite: What to do about results with NaN or infinity in them: "skip", "keep" or "error".
-        min_results: How many usable results a round needs.
-        on_too_few: What to do with fewer: "fail", or "skip" the round, which leaves the global model as it is.
-        server_optimizer: An optimizer that takes the step from the global model to the next; see `ModelUpdate`.
+        exclude_vars: Regular expression; tensors with matching names are excluded.
+        aggregation_weights: Factors for the weights of some clients, multiplied by their numbers of training steps.
+        memory_budget: Memory for aggregation. Default: that of `TensorOffload`.
+        on_non_finite: What to do with results that contain NaN or infinity: "skip", "keep" or "error".
+        min_results: The number of usable results that a round requires.
+        on_too_few: "fail", or "skip" the round, which leaves the global model unchanged.
+        server_optimizer: An optimizer that updates the global model; see `ModelUpdate`.
 
     Example:
         >>> {"path": "nvflare_lazy.flare.LazyAggregator", "args": {"rule": "krum", "rule_args": {"num_byzantine": 1}}}
@@ -85,7 +85,7 @@ class LazyAggregator(ModelAggregator):
     ) -> None:
         super().__init__()
         if on_too_few not in ("fail", "skip"):
-            raise ValueError(f"on_too_few must be 'fail' or 'skip', not {on_too_few!r}")
+            raise ValueError(f"on_too_few must be 'fail' or 'skip', got {on_too_few!r}")
         self.rule = rule
         self.rule_args = rule_args
         self.exclude_vars = exclude_vars
@@ -95,9 +95,9 @@ class LazyAggregator(ModelAggregator):
         self.min_results = min_results
         self.on_too_few = on_too_few
         self.server_optimizer = server_optimizer
-        # Said now, and not at the end of the first round, if something in it is wrong.
+        # Raises on invalid arguments now rather than at the end of the first round.
         self._aggregation("FULL")
-        self._step = ModelUpdate(server_optimizer)
+        self._update = ModelUpdate(server_optimizer)
         self._round = RoundResults(aggregation_weights or {})
         self._logged_once = False
         register()
@@ -187,8 +187,8 @@ class LazyAggregator(ModelAggregator):
         if len(aggregated) < self.min_results:
             found = f"round {self._round_number()} has {len(aggregated)} usable results"
             raise TooFewResultsError(f"{found}, and min_results is {self.min_results}")
-        if kind == "DIFF" or self._step.optimizes:
-            tensors = self._step.take(
+        if kind == "DIFF" or self._update.optimizes:
+            tensors = self._update.apply(
                 base or {}, tensors, kind, self.fl_ctx, self._round_number(), memory_budget=self.budget
             )
         metrics = results.mean_metrics(aggregated, self._warn_metric)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LazyScaffold`: NVFlare's SCAFFOLD with the global model and the control variates on disk.
 
-Each client sends its model and how its control variates changed; both are combined by the engine, and the sum of the
-global control variates and their change is taken in a stream, too.
+Each client sends its model and the change of its control variates. The engine aggregates both, and adds the mean change
+to the global control variates tile by tile.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from nvflare_lazy.flare.weights import as_weights, entries_of, holds_arrays
 from nvflare_lazy.tensors.byte_source import ZeroSource
 from nvflare_lazy.transport.failed import failure_of
 
-_CONTROLS = AlgorithmConstants.SCAFFOLD_CTRL_GLOBAL
-_CHANGES = AlgorithmConstants.SCAFFOLD_CTRL_DIFF
+_GLOBAL_CONTROLS = AlgorithmConstants.SCAFFOLD_CTRL_GLOBAL
+_CONTROL_DIFF = AlgorithmConstants.SCAFFOLD_CTRL_DIFF
 
 
 class LazyScaffold(Scaffold):
-    """Takes the arguments of NVFlare's `Scaffold`, and this one; clients are those of NVFlare's.
+    """Accepts the arguments of NVFlare's `Scaffold` and `memory_budget`; clients are NVFlare's.
 
     Args:
-        memory_budget: Memory to combine in; that of `TensorOffload`, if not given.
+        memory_budget: Memory for aggregation. Default: that of `TensorOffload`.
 
     Example:
         >>> {"id": "controller", "path": "nvflare_lazy.flare.LazyScaffold", "args": {"num_clients": 4}}
@@ -52,11 +52,11 @@ class LazyScaffold(Scaffold):
         super().__init__(*args, enable_tensor_disk_offload=enable_tensor_disk_offload, **kwargs)
         self.memory_budget = memory_budget
         self._aggregator = LazyAggregator(memory_budget=memory_budget)
-        self._add = ModelUpdate(None)
+        self._update = ModelUpdate(None)
 
     def initialize(self, fl_ctx: FLContext) -> None:
-        """Load the model, and begin with control variates that are zero."""
-        # Not the parent's, which makes them by copying the model.
+        """Load the model, and initialize the control variates to zero."""
+        # The parent would initialize them by copying the model.
         super(Scaffold, self).initialize(fl_ctx)
         self._aggregator.fl_ctx = fl_ctx
         self.model = self.load_model()
@@ -75,14 +75,14 @@ class LazyScaffold(Scaffold):
             self.set_fl_context(FLModel(params={}, current_round=self.current_round, total_rounds=self.num_rounds))
             self.event(AppEventType.ROUND_STARTED)
             self.model.current_round = self.current_round
-            self.model.meta[_CONTROLS] = self._controls
+            self.model.meta[_GLOBAL_CONTROLS] = self._controls
             results = self.send_model_and_wait(targets=self.sample_clients(self.num_clients), data=self.model)
             changes = self._take(results)
             combined = self.aggregate(results, aggregate_fn=lambda _: self._aggregator.aggregate_model())
             if not combined.params:
-                return  # the reason is in the log, and the job has been told to end
+                return  # the error is logged, and the job is being stopped
             self.model = self.update_model(self.model, combined)
-            self._controls = self._moved(changes)
+            self._controls = self._next_controls(changes)
             for result in results:
                 result.params, result.meta = None, {}
             self.save_model(self.model)
@@ -91,21 +91,21 @@ class LazyScaffold(Scaffold):
         self.info("Finished Scaffold.")
 
     def _take(self, results: list[FLModel]) -> dict[str, tuple[dict[str, Any], float]]:
-        """Take the results that are whole, and return how each client's control variates changed, and its weight."""
+        """Accept the valid results, and return the change of the control variates and the weight of each client."""
         self._aggregator.fl_ctx = self.fl_ctx
         self._aggregator.reset_stats()
         changes = {}
         for result in list(results):
             client = client_of(result)
-            change = (result.meta or {}).get(_CHANGES)
+            change = (result.meta or {}).get(_CONTROL_DIFF)
             try:
                 if not isinstance(change, dict):
                     raise ResultMismatchError(
-                        f"{client} did not send meta[{_CHANGES!r}]: its script must use NVFlare's PTScaffoldHelper"
+                        f"{client} did not send meta[{_CONTROL_DIFF!r}]: its script must use NVFlare's PTScaffoldHelper"
                     )
                 wrong = failure_of(change) or find_mismatch(change, self._controls)
                 if wrong is not None:
-                    raise ResultMismatchError(f"the control variates of {client} do not fit the model: {wrong}")
+                    raise ResultMismatchError(f"the control variates of {client} do not match the model: {wrong}")
                 self._aggregator.accept_model(result)
             except ResultMismatchError as error:
                 self.warning(f"Round {self.current_round}: skipped the result of {client}: {error}")
@@ -117,8 +117,8 @@ class LazyScaffold(Scaffold):
                 changes[client] = (change, steps_of(result))
         return changes
 
-    def _moved(self, changes: Mapping[str, tuple[dict[str, Any], float]]) -> dict[str, Any]:
-        """Return the control variates after the round."""
+    def _next_controls(self, changes: Mapping[str, tuple[dict[str, Any], float]]) -> dict[str, Any]:
+        """Return the global control variates after the round."""
         output = ModelOutput.of(self.fl_ctx, sum(int(value.nbytes) for value in self._controls.values()))
         budget = self._aggregator.budget
         mean = Aggregation(memory_budget=budget, params_type="DIFF", on_mismatch="skip", fsync=False).run(
@@ -128,5 +128,7 @@ class LazyScaffold(Scaffold):
             reference=self._controls,
         )
         change = output.finish(mean.tensors)
-        moved = self._add.take(self._controls, change, "DIFF", self.fl_ctx, self.current_round, memory_budget=budget)
+        moved = self._update.apply(
+            self._controls, change, "DIFF", self.fl_ctx, self.current_round, memory_budget=budget
+        )
         return as_weights(moved.entries, numpy=holds_arrays(self._controls))

@@ -123,7 +123,7 @@ class TensorOffload(FLComponent):
         mode = offload.ReceiveMode(on_disk=True, inflight_bytes=self._inflight_bytes)
         self._before = swap_job_scratch(self._scratch), offload.runtime.use(mode)
         self._memory = MallocTrimmer(parse_size(self.memory_budget), forwards_only=forwards_only)
-        offload.runtime.on_buffers_released.append(self._memory.look)
+        offload.runtime.on_buffers_released.append(self._memory.trim_excess)
         job_context.set_offload(fl_ctx, self)
         self._log = RoundLog(_records_path(fl_ctx), self._log_line, self._send_metrics)
         job_context.set_round_log(fl_ctx, self._log)
@@ -141,7 +141,7 @@ class TensorOffload(FLComponent):
             swap_job_scratch(scratch_before)
             offload.runtime.use(mode_before)
             if self._memory is not None:
-                offload.runtime.on_buffers_released.remove(self._memory.look)
+                offload.runtime.on_buffers_released.remove(self._memory.trim_excess)
         scratch, self._scratch = self._scratch, None
         if scratch is not None:
             scratch.release()
@@ -211,7 +211,7 @@ class TensorOffload(FLComponent):
         used, peak = (scratch.used, scratch.peak) if scratch is not None else (0, 0)
         if self._log.end_round(scratch_bytes=used, scratch_peak_bytes=peak) is not None:
             if self._memory is not None:
-                self._memory.note_rest()
+                self._memory.trim_idle()
             if not registered().complete:
                 self.logger.warning("Tensor handlers were replaced by %s; restoring nvflare-lazy's.", registered())
                 register()

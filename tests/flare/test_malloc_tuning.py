@@ -29,7 +29,7 @@ def process(monkeypatch):
     process = Process()
     monkeypatch.setattr(malloc_tuning, "anonymous_bytes", lambda: process.size)
     monkeypatch.setattr(malloc_tuning, "_trim", process.trim)
-    monkeypatch.setattr(malloc_tuning, "_tell_malloc", process.told.append)
+    monkeypatch.setattr(malloc_tuning, "_set_mallopt", process.told.append)
     return process
 
 
@@ -37,11 +37,11 @@ def test_too_much(process):
     """Memory is given back when the process has grown by more than it has room for, and not before."""
     memory = MallocTrimmer(64 * MIB)
     process.size = 164 * MIB
-    memory.look()
+    memory.trim_excess()
     assert process.trims == 0
     process.size += 1
-    memory.look()
-    memory.look()
+    memory.trim_excess()
+    memory.trim_excess()
     assert process.trims == 1
 
 
@@ -50,10 +50,10 @@ def test_in_use(process):
     memory = MallocTrimmer(64 * MIB)
     process.used = process.size = 200 * MIB
     for _ in range(10):
-        memory.look()
+        memory.trim_excess()
     assert process.trims == 1
     process.size += 17 * MIB
-    memory.look()
+    memory.trim_excess()
     assert process.trims == 2
 
 
@@ -61,31 +61,31 @@ def test_rest(process):
     """Between rounds everything is given back, and the process may grow from where it was least, not from there."""
     memory = MallocTrimmer(64 * MIB)
     process.used, process.size = 150 * MIB, 160 * MIB
-    memory.note_rest()
+    memory.trim_idle()
     assert (process.trims, process.size) == (1, 150 * MIB)
     process.size = 164 * MIB
-    memory.look()
+    memory.trim_excess()
     assert process.trims == 1
     process.size += 1
-    memory.look()
+    memory.trim_excess()
     assert process.trims == 2
 
 
 def test_settings(process, monkeypatch):
     """When there was too much, the C library keeps less for a moment; without that, nothing changes."""
     memory = MallocTrimmer(64 * MIB)
-    memory.look()
-    memory.note_rest()
+    memory.trim_excess()
+    memory.trim_idle()
     assert process.told == []
     process.size = 165 * MIB
-    memory.look()
-    memory.look()
-    assert process.told == [malloc_tuning._KEEP_LITTLE]
+    memory.trim_excess()
+    memory.trim_excess()
+    assert process.told == [malloc_tuning._STRICT_SETTINGS]
     monkeypatch.setattr(malloc_tuning, "_STRICT_SECONDS", -1)
-    memory.look()
-    memory.look()
-    assert process.told == [malloc_tuning._KEEP_LITTLE, malloc_tuning._SETTINGS]
+    memory.trim_excess()
+    memory.trim_excess()
+    assert process.told == [malloc_tuning._STRICT_SETTINGS, malloc_tuning._SETTINGS]
     process.size = 165 * MIB
-    memory.look()
-    memory.note_rest()
-    assert process.told == [malloc_tuning._KEEP_LITTLE, malloc_tuning._SETTINGS] * 2
+    memory.trim_excess()
+    memory.trim_idle()
+    assert process.told == [malloc_tuning._STRICT_SETTINGS, malloc_tuning._SETTINGS] * 2

@@ -105,7 +105,7 @@ def test_without_scratch_there_is_no_job(fl_ctx, engine, tmp_path):
 
 @pytest.mark.parametrize("arguments", [{"scratch_quota": "much"}, {"memory_budget": "some"}])
 def test_what_is_wrong_in_a_configuration_is_said_at_once(arguments):
-    """By the constructor, with the text that is no size."""
+    """By the constructor, with the invalid text."""
     with pytest.raises(ValueError, match=next(iter(arguments.values()))):
         TensorOffload(**arguments)
 
