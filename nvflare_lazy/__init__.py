@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nvflare_lazy.aggregation.api import aggregate as aggregate
-    from nvflare_lazy.formats.opening import open as open
-    from nvflare_lazy.formats.stream_saver import save as save
+    from nvflare_lazy.formats.open_checkpoint import open as open
+    from nvflare_lazy.formats.save_checkpoint import save as save
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor as LazyTensor
     from nvflare_lazy.transport.registration import install as install
 
@@ -29,8 +29,8 @@ _LAZY_EXPORTS = {
     "LazyTensorDict": "nvflare_lazy.formats.lazy_tensor_dict",
     "aggregate": "nvflare_lazy.aggregation.api",
     "install": "nvflare_lazy.transport.registration",
-    "open": "nvflare_lazy.formats.opening",
-    "save": "nvflare_lazy.formats.stream_saver",
+    "open": "nvflare_lazy.formats.open_checkpoint",
+    "save": "nvflare_lazy.formats.save_checkpoint",
 }
 
 __all__ = ["LazyTensor", "LazyTensorDict", "aggregate", "install", "open", "save"]

@@ -26,7 +26,7 @@ from nvflare_lazy.errors import (
     WeightError,
 )
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
-from nvflare_lazy.formats.safetensors_layout import TensorMeta, in_file_order
+from nvflare_lazy.formats.safetensors.layout import TensorMeta, in_file_order
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.entry import entry_of
 

@@ -54,7 +54,7 @@ def resolve_output(path: str, option: str, *, force: bool) -> str:
         option: The name of the argument, for messages.
         force: Whether to replace an existing checkpoint.
     """
-    from nvflare_lazy.formats.shard_names import index_of, parse_shard_name, stem_of
+    from nvflare_lazy.formats.safetensors.shards import index_of, parse_shard_name, stem_of
 
     if os.path.isdir(path):
         path = os.path.join(path, "model.safetensors")

@@ -118,7 +118,7 @@ def aggregate(
 
     import nvflare_lazy
     from nvflare_lazy.aggregation import Aggregation
-    from nvflare_lazy.formats.shard_names import index_of
+    from nvflare_lazy.formats.safetensors.shards import index_of
 
     try:
         aggregation = Aggregation(

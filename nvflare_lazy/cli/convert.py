@@ -48,7 +48,7 @@ def convert(
     import torch
 
     import nvflare_lazy
-    from nvflare_lazy.formats.tensor_content import meta_of
+    from nvflare_lazy.formats.save_checkpoint import meta_of
 
     tensors = nvflare_lazy.open(source, section=section)
     to_dtype = getattr(torch, _DTYPES[dtype]) if dtype else None

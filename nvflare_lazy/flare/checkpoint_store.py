@@ -21,7 +21,7 @@ from typing import Any
 
 from nvflare_lazy.errors import JobCheckpointError
 from nvflare_lazy.formats.atomic_file import AtomicFile, sync_directory
-from nvflare_lazy.formats.stream_saver import save
+from nvflare_lazy.formats.save_checkpoint import save
 from nvflare_lazy.tensors.entry import file_holding
 from nvflare_lazy.tensors.tensor_file import TensorFile
 

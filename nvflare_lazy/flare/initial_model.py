@@ -21,7 +21,7 @@ from nvflare_lazy.errors import InitialModelError, NVFlareLazyError, SectionErro
 from nvflare_lazy.flare.model_output import ModelOutput
 from nvflare_lazy.formats import open as open_checkpoint
 from nvflare_lazy.formats import open_safetensors
-from nvflare_lazy.formats.stream_saver import save
+from nvflare_lazy.formats.save_checkpoint import save
 
 if TYPE_CHECKING:
     from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict

@@ -9,7 +9,7 @@ import sys
 import torch
 from nvflare.fuel.utils.class_utils import instantiate_class
 
-from nvflare_lazy.formats.stream_saver import save
+from nvflare_lazy.formats.save_checkpoint import save
 
 
 def main() -> None:

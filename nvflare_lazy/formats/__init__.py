@@ -6,12 +6,12 @@ Works without NVFlare. What the transport receives, the aggregation writes and t
 
 from nvflare_lazy.formats.lazy_data import LazyDataSource, LegacyMultiStorageSource, ZipSource, open_pytorch
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
-from nvflare_lazy.formats.opening import open
-from nvflare_lazy.formats.safetensors_header import SafetensorsHeader, parse_message, read_header
-from nvflare_lazy.formats.safetensors_layout import StateDictMeta, TensorMeta
-from nvflare_lazy.formats.safetensors_reader import open_safetensors
-from nvflare_lazy.formats.stream_saver import collect_state_dict_meta, save, save_safetensors_streaming
-from nvflare_lazy.formats.streaming_writer import StreamingWriter
+from nvflare_lazy.formats.open_checkpoint import open
+from nvflare_lazy.formats.safetensors.header import SafetensorsHeader, parse_message, read_header
+from nvflare_lazy.formats.safetensors.layout import StateDictMeta, TensorMeta
+from nvflare_lazy.formats.safetensors.reader import open_safetensors
+from nvflare_lazy.formats.safetensors.writer import StreamingWriter
+from nvflare_lazy.formats.save_checkpoint import collect_state_dict_meta, save, save_safetensors_streaming
 from nvflare_lazy.tensors.tensor_file import StoredTensor
 
 __all__ = [

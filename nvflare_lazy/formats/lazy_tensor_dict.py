@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from nvflare_lazy.errors import SourceReleasedError
-from nvflare_lazy.formats.safetensors_header import read_header
+from nvflare_lazy.formats.safetensors.header import read_header
 from nvflare_lazy.tensors.byte_source import FailedSource
 from nvflare_lazy.tensors.entry import TensorEntry, entries_of
 from nvflare_lazy.tensors.tensor_file import TemporaryPath, TensorFile

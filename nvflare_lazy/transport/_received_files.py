@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from nvflare_lazy.errors import ProtocolError
-from nvflare_lazy.formats.safetensors_header import encode_header
+from nvflare_lazy.formats.safetensors.header import encode_header
 from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from nvflare_lazy.formats.safetensors_header import encode_header, end_of
+from nvflare_lazy.formats.safetensors.header import encode_header, end_of
 
 
 def write_sparse(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:

@@ -21,7 +21,7 @@ from nvflare_lazy.errors import JobCheckpointError
 from nvflare_lazy.flare import LazyAggregator, LazyModelLocator, LazyModelPersistor
 from nvflare_lazy.flare.checkpoint_store import RECORD_NAME, CheckpointStore
 from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, MODEL_NAME
-from nvflare_lazy.formats import safetensors_header
+from nvflare_lazy.formats.safetensors import header as safetensors_header
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from tests.flare.conftest import files_below

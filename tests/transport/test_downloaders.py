@@ -16,7 +16,7 @@ from nvflare.fuel.f3.streaming.obj_downloader import ObjectDownloader
 
 from nvflare_lazy.errors import ProtocolError, TransferAbortedError, UnsupportedDtypeError, UnsupportedTensorError
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
-from nvflare_lazy.formats.safetensors_header import parse_message
+from nvflare_lazy.formats.safetensors.header import parse_message
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.aggregation._engine.tile import NonFinitePolicy, TensorGroup
     from nvflare_lazy.aggregation.reduction import Reduction
     from nvflare_lazy.aggregation.statistics import Statistic
-    from nvflare_lazy.formats.streaming_writer import StreamingWriter
+    from nvflare_lazy.formats.safetensors.writer import StreamingWriter
 
 # Statistics are summed by stretches of this many elements, and these one after the other, whatever the tile size.
 _STRETCH = 128 * BLOCK

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from nvflare_lazy.formats.streaming_writer import StreamingWriter
+    from nvflare_lazy.formats.safetensors.writer import StreamingWriter
     from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.entry import TensorEntry
     from nvflare_lazy.tensors.tensor_file import TensorFile

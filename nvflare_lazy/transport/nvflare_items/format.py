@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nvflare_lazy.errors import FormatError, ProtocolError, UnsupportedDtypeError
-from nvflare_lazy.formats.safetensors_header import encode_header, parse_message
+from nvflare_lazy.formats.safetensors.header import encode_header, parse_message
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.lazy_array import LazyArray
 

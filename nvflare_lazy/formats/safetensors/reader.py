@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
-from nvflare_lazy.formats.safetensors_header import read_header
+from nvflare_lazy.formats.safetensors.header import read_header
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import MetadataMismatchError, SafetensorsError, UnserializableTensorError
-from nvflare_lazy.formats import strict_json
-from nvflare_lazy.formats.strict_json import JsonCursor
+from nvflare_lazy.formats.safetensors import _strict_json
+from nvflare_lazy.formats.safetensors._strict_json import JsonCursor
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.tensor_file import StoredTensor
 
@@ -218,8 +218,8 @@ def encode_header(
         begin += nbytes
     if begin > _MOST_COUNTABLE:
         raise SafetensorsError("size-overflow", f"{where}: {begin} bytes are more than can be counted in 63 bits")
-    if max(len(members), len(metadata or ())) > strict_json.MAX_MEMBERS:
-        raise SafetensorsError("too-many-tensors", f"{where}: more than {strict_json.MAX_MEMBERS} names in one header")
+    if max(len(members), len(metadata or ())) > _strict_json.MAX_MEMBERS:
+        raise SafetensorsError("too-many-tensors", f"{where}: more than {_strict_json.MAX_MEMBERS} names in one header")
     try:
         data = f"{{{','.join(members)}}}".encode()
     except UnicodeEncodeError as error:

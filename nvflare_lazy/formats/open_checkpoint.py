@@ -11,13 +11,11 @@ import re
 import stat
 
 from nvflare_lazy.errors import MissingShardError, SectionError, UnknownFormatError
-from nvflare_lazy.formats.checkpoint_directory import open_directory
 from nvflare_lazy.formats.lazy_data import open_pytorch, sniff_pytorch
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
-from nvflare_lazy.formats.safetensors_header import MAX_HEADER_BYTES, PREFIX_BYTES
-from nvflare_lazy.formats.safetensors_reader import open_safetensors
-from nvflare_lazy.formats.shard_index import WEIGHT_MAP, open_index
-from nvflare_lazy.formats.shard_names import INDEX_SUFFIX, index_of
+from nvflare_lazy.formats.safetensors.header import MAX_HEADER_BYTES, PREFIX_BYTES
+from nvflare_lazy.formats.safetensors.reader import open_safetensors
+from nvflare_lazy.formats.safetensors.shards import INDEX_SUFFIX, WEIGHT_MAP, index_of, open_directory, open_index
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 # Far enough into an index to come across its weight map, behind whatever metadata it has.

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 
 import nvflare_lazy
 from nvflare_lazy.errors import MissingShardError, SectionError, ShardError, ShardIndexError, UnknownFormatError
-from nvflare_lazy.formats.shard_index import read_weight_map
-from nvflare_lazy.formats.shard_names import ShardName, parse_shard_name
+from nvflare_lazy.formats.safetensors.shards import ShardName, parse_shard_name, read_weight_map
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -10,19 +10,19 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from bisect import bisect_left, insort
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nvflare_lazy._text import parse_size, quoted
 from nvflare_lazy.errors import MetadataMismatchError, SaveError
+from nvflare_lazy.formats._commit import publish_file, publish_shards
 from nvflare_lazy.formats.atomic_file import AtomicFile
-from nvflare_lazy.formats.copying import TILE_BYTES, copy_into
-from nvflare_lazy.formats.publishing import publish_file, publish_shards
-from nvflare_lazy.formats.safetensors_header import encode_header, end_of
-from nvflare_lazy.formats.safetensors_layout import TensorMeta, in_file_order, split_into_shards
-from nvflare_lazy.formats.shard_names import index_of
-from nvflare_lazy.formats.written_ranges import WrittenRanges
+from nvflare_lazy.formats.safetensors._copy import TILE_BYTES, copy_into
+from nvflare_lazy.formats.safetensors.header import encode_header, end_of
+from nvflare_lazy.formats.safetensors.layout import TensorMeta, in_file_order, split_into_shards
+from nvflare_lazy.formats.safetensors.shards import index_of
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.strided_source import StridedSource
 from nvflare_lazy.tensors.tensor_file import TensorFile
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.tensor_file import StoredTensor
+
 
 # Each is an open file until all of them are whole.
 _MOST_SHARDS = 500
@@ -243,3 +244,40 @@ def _shards(
             f"choose a max_shard_size of more than {max_shard_size}"
         )
     return shards
+
+
+class WrittenRanges:
+    """The parts of `nbytes` bytes that are there, merged where they touch. Callers hold a lock."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._ranges: list[tuple[int, int]] = []
+
+    def add(self, begin: int, end: int) -> bool:
+        """Note that a range was written; return False if some of it had been written before."""
+        if begin == end:
+            return True
+        place = bisect_left(self._ranges, (begin, end))
+        if place < len(self._ranges) and self._ranges[place][0] < end:
+            return False
+        if place and self._ranges[place - 1][1] > begin:
+            return False
+        if place < len(self._ranges) and self._ranges[place][0] == end:
+            end = self._ranges.pop(place)[1]
+        if place and self._ranges[place - 1][1] == begin:
+            begin = self._ranges.pop(place - 1)[0]
+        insort(self._ranges, (begin, end))
+        return True
+
+    @property
+    def first_gap(self) -> tuple[int, int] | None:
+        """The first range that is missing, or None if all is there."""
+        begin, end = 0, self._nbytes
+        if self._ranges:
+            first = self._ranges[0]
+            if first[0] == 0:
+                begin = first[1]
+                end = self._ranges[1][0] if len(self._ranges) > 1 else self._nbytes
+            else:
+                end = first[0]
+        return (begin, end) if begin < end else None

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 
 from nvflare_lazy.errors import SafetensorsError, SafetensorsRule
-from nvflare_lazy.formats.safetensors_header import SafetensorsHeader, encode_header, end_of, parse_message
+from nvflare_lazy.formats.safetensors.header import SafetensorsHeader, encode_header, end_of, parse_message
 from nvflare_lazy.tensors.dtypes import ELEMENT_TYPES
-from tests.formats.header_mutations import message, mutated_texts
+from tests.formats.safetensors.header_mutations import message, mutated_texts
 
 HEADERS_A_SEED = 15_000
 

@@ -16,8 +16,15 @@ from typing import TYPE_CHECKING
 
 from nvflare_lazy.errors import FormatError
 from nvflare_lazy.formats.atomic_file import AtomicFile, directory_descriptor, sync_directory
-from nvflare_lazy.formats.shard_index import read_weight_map
-from nvflare_lazy.formats.shard_names import INDEX_SUFFIX, SUFFIX, ShardName, index_of, parse_shard_name, stem_of
+from nvflare_lazy.formats.safetensors.shards import (
+    INDEX_SUFFIX,
+    SUFFIX,
+    ShardName,
+    index_of,
+    parse_shard_name,
+    read_weight_map,
+    stem_of,
+)
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import nvflare_lazy
 from nvflare_lazy.errors import SourceReleasedError, UnsupportedDtypeError
 from nvflare_lazy.formats import open_safetensors, save
 from nvflare_lazy.tensors.dtypes import ELEMENT_TYPES
-from tests.formats.header_mutations import entry, message
+from tests.formats.safetensors.header_mutations import entry, message
 
 DTYPES = [row.torch for row in ELEMENT_TYPES if row.name and row.torch]
 SHAPES = [(), (1,), (5,), (0,), (2, 0, 3), (3, 4), (2, 3, 4)]

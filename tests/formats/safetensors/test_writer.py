@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 import nvflare_lazy
 from nvflare_lazy import _system
 from nvflare_lazy.errors import MetadataMismatchError, SaveError, SourceError
-from nvflare_lazy.formats import LazyTensorDict, StreamingWriter, TensorMeta, copying, read_header, save
-from nvflare_lazy.formats.written_ranges import WrittenRanges
+from nvflare_lazy.formats import LazyTensorDict, StreamingWriter, TensorMeta, read_header, save
+from nvflare_lazy.formats.safetensors import _copy
+from nvflare_lazy.formats.safetensors.writer import WrittenRanges
 from nvflare_lazy.tensors.byte_source import FailedSource, MemorySource
 from nvflare_lazy.tensors.tensor_file import TensorFile, open_source
 
@@ -216,7 +217,7 @@ def test_written_ranges(pairs: list[tuple[int, int]]) -> None:
             assert gap[1] == 12 or gap[1] in there
 
 
-# ---- copying by a file server ----------------------------------------------------------------------------------
+# ---- _copy by a file server ----------------------------------------------------------------------------------
 
 
 class Server:
@@ -226,7 +227,7 @@ class Server:
         self.copied = 0
         self.mood = mood
         self._copy = os.copy_file_range
-        monkeypatch.setattr(copying, "_server_copies", lambda device: True)
+        monkeypatch.setattr(_copy, "_server_copies", lambda device: True)
         monkeypatch.setattr(os, "copy_file_range", self)
 
     def __call__(self, source: int, target: int, count: int, offset: int, target_offset: int) -> int:
@@ -261,12 +262,12 @@ def test_which_file_systems_have_a_server(tmp_path: Path, monkeypatch) -> None:
     )
     (tmp_path / "mountinfo").write_text(mounts)
     monkeypatch.setattr(_system, "_MOUNTS", tmp_path / "mountinfo")
-    copying._server_copies.cache_clear()
+    _copy._server_copies.cache_clear()
     try:
         devices = [os.makedev(254, 0), os.makedev(0, 51), os.makedev(0, 52), os.makedev(0, 99)]
-        assert [copying._server_copies(device) for device in devices] == [False, True, True, False]
+        assert [_copy._server_copies(device) for device in devices] == [False, True, True, False]
     finally:
-        copying._server_copies.cache_clear()
+        _copy._server_copies.cache_clear()
 
 
 def test_a_server_that_fails(tmp_path: Path, monkeypatch) -> None:
@@ -287,7 +288,7 @@ def test_a_server_is_asked_only_where_there_is_one(tmp_path: Path, monkeypatch) 
 
     monkeypatch.setattr(os, "copy_file_range", refuse)
     save(nvflare_lazy.open(tmp_path / "one"), tmp_path / "two")
-    monkeypatch.setattr(copying, "_server_copies", lambda device: True)
+    monkeypatch.setattr(_copy, "_server_copies", lambda device: True)
     real = os.fstat
     source = open_source(tmp_path / "one")
 
@@ -298,7 +299,7 @@ def test_a_server_is_asked_only_where_there_is_one(tmp_path: Path, monkeypatch) 
             values[2] += fd == lent
             return os.stat_result(values)
 
-    monkeypatch.setattr(copying.os, "fstat", elsewhere)
+    monkeypatch.setattr(_copy.os, "fstat", elsewhere)
     with StreamingWriter(tmp_path / "three", [TensorMeta("a", "U8", [source.nbytes])]) as writer:
         writer.copy("a", source)
     assert bytes(load_file(tmp_path / "three")["a"]) == (tmp_path / "one").read_bytes()

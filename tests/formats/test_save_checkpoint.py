@@ -24,8 +24,8 @@ from nvflare_lazy.errors import (
     UnsupportedDtypeError,
 )
 from nvflare_lazy.formats import TensorMeta, collect_state_dict_meta, open_safetensors, save, save_safetensors_streaming
-from nvflare_lazy.formats.safetensors_header import encode_header
-from nvflare_lazy.formats.safetensors_layout import split_into_shards
+from nvflare_lazy.formats.safetensors.header import encode_header
+from nvflare_lazy.formats.safetensors.layout import split_into_shards
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.dtypes import ELEMENT_TYPES
 from nvflare_lazy.tensors.lazy_array import LazyArray

@@ -14,8 +14,8 @@ import pytest
 from safetensors import SafetensorError, deserialize
 
 from nvflare_lazy.errors import FormatError, SafetensorsError, SafetensorsRule, SaveError
-from nvflare_lazy.formats import strict_json
-from nvflare_lazy.formats.safetensors_header import (
+from nvflare_lazy.formats.safetensors import _strict_json
+from nvflare_lazy.formats.safetensors.header import (
     encode_header,
     header_length,
     parse_header,
@@ -23,7 +23,7 @@ from nvflare_lazy.formats.safetensors_header import (
     read_header,
 )
 from nvflare_lazy.tensors.tensor_file import TensorFile
-from tests.formats.header_mutations import entry, good_headers, message
+from tests.formats.safetensors.header_mutations import entry, good_headers, message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,7 +151,7 @@ def test_every_rule_is_shown() -> None:
     assert shown == set(get_args(SafetensorsRule)) - {"too-many-tensors"}
 
 
-@pytest.mark.parametrize("case", BROKEN.keys() - STRICTER.keys() - {"name twice, spelled differently"})
+@pytest.mark.parametrize("case", sorted(BROKEN.keys() - STRICTER.keys() - {"name twice, spelled differently"}))
 def test_the_library_refuses_them_too(case: str) -> None:
     """What breaks a rule here breaks it for the safetensors library, except for what is listed as stricter."""
     with pytest.raises(SafetensorError):
@@ -258,7 +258,7 @@ def test_header_of_a_file_is_checked_against_its_length(tmp_path) -> None:
 
 def test_too_many_names(monkeypatch) -> None:
     """The number of names is limited, since each takes far more memory than text."""
-    monkeypatch.setattr(strict_json, "MAX_MEMBERS", 3)
+    monkeypatch.setattr(_strict_json, "MAX_MEMBERS", 3)
     names = {str(number): entry() for number in range(3)}
     assert len(parse_header(json.dumps(names).encode(), "m").tensors) == 3
     with rule_broken("too-many-tensors"):
