@@ -23,7 +23,7 @@ _DEFAULT_MIN_FREE = 1 << 30
 
 
 def min_free_bytes(min_free: int | str | None, total: int) -> int:
-    """Return how many bytes must stay free of a file system with so many."""
+    """Return how many of `total` bytes of a file system must stay free."""
     if min_free is None:
         return min(_DEFAULT_MIN_FREE, total // 20)
     return parse_size(min_free, of=total)
@@ -187,7 +187,7 @@ class QuotaReservation:
             self._unassigned -= nbytes - more
 
     def adopt(self, before: int, now: int) -> None:
-        """Count a file that was not written through this package, and release what was reserved in addition.
+        """Count a file that was not written through this package, and release the rest of the reserved bytes.
 
         Args:
             before: Bytes that were counted for it before.
@@ -199,7 +199,7 @@ class QuotaReservation:
             more = max(0, now - before - self._unassigned)
             self._quota.adopt(more)
             self._held += more
-            # Of what was reserved, the file has some, and the rest is not needed.
+            # The file takes its part of the reserved bytes, and the rest is not needed.
             self._release(self._unassigned + before + more - now, self._unassigned)
             self._unassigned = 0
 

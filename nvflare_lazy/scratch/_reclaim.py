@@ -78,7 +78,7 @@ def list_scratch(root: str | os.PathLike[str] | None = None) -> list[LeaseInfo]:
 
 
 def reclaim(root: str | os.PathLike[str] | None = None, *, include_other_hosts: bool = False) -> list[LeaseInfo]:
-    """Remove the scratch of processes that no longer exist, and return what was removed.
+    """Remove the scratch of processes that no longer exist, and return the removed leases.
 
     Args:
         root: The scratch root, as for `ScratchRoot.resolve`.

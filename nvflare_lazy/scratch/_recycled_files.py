@@ -86,7 +86,7 @@ class RecycledFiles:
         return None
 
     def remove(self, nbytes: int) -> None:
-        """Remove files, the oldest first, until so many bytes are free."""
+        """Remove files, the oldest first, until `nbytes` are freed."""
         while nbytes > 0 and self.files:
             with contextlib.suppress(IndexError, FileNotFoundError), self._opened(_NAME) as own:
                 file = self.files.popleft()

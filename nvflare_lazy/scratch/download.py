@@ -69,7 +69,7 @@ class DownloadScratch:
     def adopt(self, name: str) -> None:
         """Count a file that was written to the directory by other means, for example as an atomic file.
 
-        The file takes what was reserved for the download, and the rest of that is released. Adopting a file again
+        The file takes the bytes reserved for the download, and the rest of them is released. Adopting a file again
         counts its present size, and releases the bytes of adopted files that no longer exist.
 
         Args:

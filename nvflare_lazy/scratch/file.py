@@ -80,7 +80,7 @@ class ScratchFile:
             return done
 
     def preallocate(self, nbytes: int) -> None:
-        """Reserve quota, and disk space where that is cheap, for a file of so many bytes.
+        """Reserve quota, and disk space where that is cheap, for a file of this size.
 
         Bytes that are not written are released when the file is finished.
         """
@@ -152,7 +152,7 @@ class ScratchFile:
             raise self._deleted_error()
 
     def _reopen(self) -> int:
-        """Cut the file to what was written, and open it for reading.
+        """Truncate the file to the written bytes, and open it for reading.
 
         Not the descriptor it was written with: forked children close that, and have to keep this one.
         """

@@ -99,7 +99,7 @@ def test_a_file_that_was_closed_is_used_again(job):
         source.read()
 
 
-def test_the_last_reference_keeps_it(job):
+def test_the_last_reference_keeps_it(job, no_gc):
     """A download whose last tensor goes is over, too."""
     download = job.download()
     file = opened(download)
