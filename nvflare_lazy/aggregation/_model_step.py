@@ -17,7 +17,7 @@ from nvflare_lazy.aggregation._engine.rounding import FLOATS, ROUNDING_BYTES, ro
 from nvflare_lazy.aggregation._engine.threads import run_tiles
 from nvflare_lazy.aggregation._engine.tile_io import InputVector, OutputVector, real_dtype, real_numel
 from nvflare_lazy.aggregation._optimizer_state import ModelFingerprint
-from nvflare_lazy.aggregation.schema import meta_of, read_entries
+from nvflare_lazy.aggregation.schema import read_entries, tensor_metas
 from nvflare_lazy.errors import AggregationDtypeError, MismatchError
 from nvflare_lazy.formats import StreamingWriter
 from nvflare_lazy.tensors.entry import TensorSpec
@@ -99,13 +99,13 @@ class OptimizerStep:
             state = read_entries(states.find(before.digest(), restart=on_unknown_model == "restart") or {}, "the state")
         after = ModelFingerprint(self._specs)
         writer = StreamingWriter(
-            out, meta_of(self._specs), metadata=metadata, max_shard_size=max_shard_size, fsync=fsync
+            out, tensor_metas(self._specs), metadata=metadata, max_shard_size=max_shard_size, fsync=fsync
         )
         state_writer = None
         try:
             if states is not None:
                 state_path = states.new_file()
-                state_writer = StreamingWriter(state_path, meta_of(self._state_specs(state)))
+                state_writer = StreamingWriter(state_path, tensor_metas(self._state_specs(state)))
             with ExitStack() as borrowed:
                 runs = [*self._runs(state, writer, state_writer)]
                 for run in runs:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _INDEX = "states.json"
 _PREFIX = "state-"
 _SAMPLED_BYTES = 1 << 20
-_LEAST_SAMPLE = 64
+_MIN_SAMPLE = 64
 
 
 class ModelFingerprint:
@@ -39,7 +39,7 @@ class ModelFingerprint:
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
-        sample = max(_LEAST_SAMPLE, _SAMPLED_BYTES // max(len(specs), 1))
+        sample = max(_MIN_SAMPLE, _SAMPLED_BYTES // max(len(specs), 1))
         self._specs = specs
         self._samples: dict[str, list[tuple[int, bytearray]]] = {}
         for name, (dtype, shape) in specs.items():

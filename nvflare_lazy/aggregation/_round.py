@@ -20,10 +20,10 @@ from nvflare_lazy.aggregation._engine.tile import ContributionError
 from nvflare_lazy.aggregation.report import AggregationReport, Provenance, shares_of
 from nvflare_lazy.aggregation.schema import (
     group_tensors,
-    meta_of,
     read_entries,
     reasons,
     resolve_schema,
+    tensor_metas,
     validate_weights,
 )
 from nvflare_lazy.errors import (
@@ -192,7 +192,7 @@ class RoundExecution:
         metadata = dict(sorted({**metadata, **provenance.as_metadata()}.items()))
         writer = StreamingWriter(
             out,
-            meta_of(schema.specs),
+            tensor_metas(schema.specs),
             metadata=metadata,
             max_shard_size=config.max_shard_size,
             fsync=config.fsync,

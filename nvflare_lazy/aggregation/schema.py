@@ -199,7 +199,7 @@ def group_tensors(
     return groups
 
 
-def meta_of(specs: Mapping[str, TensorSpec]) -> list[TensorMeta]:
+def tensor_metas(specs: Mapping[str, TensorSpec]) -> list[TensorMeta]:
     """Return what a file of these tensors promises."""
     return [TensorMeta(key, dtypes.by_torch(spec.dtype).name or "", spec.shape) for key, spec in specs.items()]
 
@@ -209,7 +209,7 @@ def _in_order(specs: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
         if spec.dtype not in _COMPUTABLE:
             raise AggregationDtypeError(f"{key!r} is {spec.dtype}, which has no mean: exclude it")
     # As they lie in the file that is written, and in most that are read: neighbours are read with one request.
-    return {meta.name: specs[meta.name] for meta in in_file_order(meta_of(specs))}
+    return {meta.name: specs[meta.name] for meta in in_file_order(tensor_metas(specs))}
 
 
 def _expected(

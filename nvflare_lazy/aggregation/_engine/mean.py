@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 MEAN_BYTES = 8 + max(8, ROUNDING_BYTES)
 # The careful way needs three numbers where the fast one needs one: so it goes through a tile in three parts.
 _PARTS = 3
-_LARGEST_TOTAL = 1 << 38
-_LARGEST_EXACT_INTEGER = 2.0**51
+_MAX_TOTAL = 1 << 38
+_MAX_EXACT_INTEGER = 2.0**51
 _ROW = 512
-_MOST_AT_ONCE = 1 << 14
+_MAX_AT_ONCE = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Weights:
         scale = math.lcm(*(weight.denominator for weight in exact))
         counts = [int(weight * scale) for weight in exact]
         divisor = math.gcd(*counts)
-        whole = sum(counts) // divisor < _LARGEST_TOTAL
+        whole = sum(counts) // divisor < _MAX_TOTAL
         if whole:
             exact = [Fraction(count // divisor) for count in counts]
         total = sum(exact, start=Fraction(0))
@@ -214,7 +214,7 @@ class _Mean:
                     total.add_(term.copy_(values).mul_(factor))
                 exact = exact and flag is not None and not flag.is_up()
             if exact and self._out.dtype not in FLOATS and total.numel():
-                exact = bool(torch.abs(total, out=term).amax() < _LARGEST_EXACT_INTEGER)
+                exact = bool(torch.abs(total, out=term).amax() < _MAX_EXACT_INTEGER)
         return exact
 
     def divide(self) -> torch.Tensor:
@@ -234,7 +234,7 @@ class _Mean:
         """Write the means of sums that may have been rounded; those for which that matters are summed again."""
         means = self.divide()
         integers = []
-        for places in torch.split(self._ambiguous(means), _MOST_AT_ONCE):
+        for places in torch.split(self._ambiguous(means), _MAX_AT_ONCE):
             if places.numel():
                 integers += self._sum_again(means, places)
         round_into(self._out, means, self._arena)
@@ -253,7 +253,7 @@ class _Mean:
 
     def _ambiguous_integers(self, means: torch.Tensor, error: float) -> Iterator[torch.Tensor]:
         near_half = (means - means.floor()).sub_(0.5).abs_() <= error
-        too_large = means.abs() >= _LARGEST_EXACT_INTEGER / self._weights.total
+        too_large = means.abs() >= _MAX_EXACT_INTEGER / self._weights.total
         yield (near_half | too_large).nonzero().view(-1)
 
     def _ambiguous_floats(self, means: torch.Tensor, error: float) -> Iterator[torch.Tensor]:
@@ -301,7 +301,7 @@ class _Mean:
         # Where almost everything cancelled out, even twice the precision is not enough.
         undecided |= sums.doubt > sums.high.abs() * 2.0**-30
         if self._out.dtype not in FLOATS:
-            undecided |= sums.high.abs() >= _LARGEST_EXACT_INTEGER
+            undecided |= sums.high.abs() >= _MAX_EXACT_INTEGER
         return self._finish_as_fractions(means, places[undecided]) if undecided.any() else []
 
     def _finish_as_fractions(
@@ -323,7 +323,7 @@ def _rows_below(distance: torch.Tensor, error: float) -> Iterator[torch.Tensor]:
     whole = distance.numel() // _ROW * _ROW
     if whole:
         rows = (distance[:whole].view(-1, _ROW).amin(1) <= error).nonzero()
-        for some in torch.split(rows, _MOST_AT_ONCE // _ROW):
+        for some in torch.split(rows, _MAX_AT_ONCE // _ROW):
             yield (some * _ROW + torch.arange(_ROW)).view(-1)
     if whole < distance.numel():
         yield torch.arange(whole, distance.numel())

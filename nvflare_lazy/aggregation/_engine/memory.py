@@ -18,13 +18,13 @@ from nvflare_lazy.tensors.tensor_memory import storage_bytes
 #: Tiles begin at multiples of this many elements: statistics are summed in blocks of it, whatever the tile size.
 BLOCK = 512
 # More than this leaves the cache and gains nothing; below the other, calls cost more than the work they do.
-_LARGEST_TILE = 1024 * BLOCK
+_MAX_TILE = 1024 * BLOCK
 _COMFORTABLE_TILE = 16 * BLOCK
 _CACHE_SHARE = 16 << 20
 _ALIGNMENT = 64
 # For the gaps that aligning leaves.
 _SLACK = 16 << 10
-_MOST_VIEWS = 512
+_MAX_VIEWS = 512
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def plan_memory(
         fixed: Bytes a thread needs beside its tile.
     """
     fixed += _SLACK
-    fast = max(_COMFORTABLE_TILE, min(_LARGEST_TILE, _CACHE_SHARE // bytes_per_element))
+    fast = max(_COMFORTABLE_TILE, min(_MAX_TILE, _CACHE_SHARE // bytes_per_element))
     most = max(BLOCK, (tile or fast) // BLOCK * BLOCK)
     for count in range(threads or available_cores(), 0, -1):
         fitting = (budget // count - fixed) // bytes_per_element // BLOCK * BLOCK
@@ -91,7 +91,7 @@ class Arena:
         assert start + nbytes <= len(self._bytes), "more is taken for a tile than was announced"
         view = self._views.get((start, dtype, count))
         if view is None:
-            if len(self._views) == _MOST_VIEWS:
+            if len(self._views) == _MAX_VIEWS:
                 self._views.clear()
             view = self._memory[start : start + nbytes].view(dtype)
             self._views[(start, dtype, count)] = view

@@ -49,7 +49,7 @@ _LOWER_HALF = 0 if sys.byteorder == "little" else 1
 # Elements of a tile in which such halves are looked for together.
 _ROW = 256
 # Far beyond what a narrow type can hold, and far enough from what float64 can.
-_LARGEST_POWER = 2.0**900
+_MAX_POWER = 2.0**900
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Floating-point types that torch sums fast. A sum is the fastest way to see that all elements are finite.
 SUMMABLE = frozenset({torch.float64, torch.float32, torch.bfloat16})
@@ -92,7 +92,7 @@ def to_precision(values: torch.Tensor, dtype: torch.dtype, arena: Arena, *, extr
     power = arena.take(torch.float64, values.numel())
     torch.bitwise_and(values.view(torch.int64), _EXPONENT, out=power.view(torch.int64))
     # An infinity would become NaN.
-    power.clamp_(tiny, _LARGEST_POWER)
+    power.clamp_(tiny, _MAX_POWER)
     values.add_(power, alpha=far).sub_(power, alpha=far)
     arena.give_back(mark)
     return values

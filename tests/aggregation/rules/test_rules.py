@@ -28,8 +28,8 @@ from nvflare_lazy.aggregation import (
 )
 from nvflare_lazy.aggregation.testing import RuleContract
 from nvflare_lazy.errors import MissingReferenceError
-from tests.aggregation import reference_rules as reference
 from tests.aggregation.contributions import INTEGERS, flat, matrix, random_round, rounds, ulps
+from tests.aggregation.rules import reference_rules as reference
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory plan and the arena."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvflare_lazy.aggregation._engine.memory import BLOCK, Arena, plan_memory
+from nvflare_lazy.errors import MemoryBudgetError
+
+
+class TestMemoryPlan:
+    """The budget becomes threads and tiles."""
+
+    @given(
+        st.integers(1 << 16, 1 << 34),
+        st.integers(1, 2000),
+        st.integers(1, 64),
+        st.none() | st.integers(1, 1 << 22),
+        st.integers(0, 1 << 20),
+    )
+    def test_never_more_than_the_budget(self, budget, per_element, threads, tile, fixed):
+        """All arenas together fit, tiles are whole blocks, and as many threads work as can."""
+        try:
+            plan = plan_memory(budget, per_element, threads=threads, tile=tile, fixed=fixed)
+        except MemoryBudgetError:
+            assert budget < BLOCK * per_element + fixed + (16 << 10)
+            return
+        assert plan.threads * plan.arena <= budget
+        assert plan.tile % BLOCK == 0
+        assert 1 <= plan.threads <= threads
+        assert plan.tile * per_element + fixed <= plan.arena
+        assert plan.tile <= max(tile or 1 << 62, BLOCK)
+
+    def test_fewer_threads_rather_than_tiny_tiles(self):
+        """Eight threads on 2 MiB would spend their time on calls."""
+        assert plan_memory(2 << 20, 48, threads=8).threads < 8
+        assert plan_memory(64 << 20, 48, threads=8).threads == 8
+
+
+class TestArena:
+    """Memory is taken once and used again."""
+
+    def test_takes_and_gives_back(self):
+        """What is given back is taken again; what is not is never shared."""
+        arena = Arena(4096)
+        first, buffer = arena.take_buffer(torch.float32, 100)
+        mark = arena.mark()
+        second = arena.take(torch.float64, 10).fill_(1)
+        first.fill_(7)
+        assert second.sum() == 10
+        assert np.frombuffer(buffer, np.float32).tolist() == [7] * 100
+        arena.give_back(mark)
+        assert arena.take(torch.float64, 10) is second
+
+    def test_more_than_announced(self):
+        """A rule that takes more than it said is a mistake in the rule."""
+        with pytest.raises(AssertionError, match="more is taken for a tile than was announced"):
+            Arena(64).take(torch.float32, 100)
