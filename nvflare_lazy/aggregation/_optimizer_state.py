@@ -148,7 +148,7 @@ class OptimizerStates:
         with AtomicFile(os.path.join(self.directory, _INDEX)) as file:
             file.write_at((json.dumps(index, indent=2) + "\n").encode(), 0)
             file.sync()
-            file.appear()
+            file.publish()
         sync_directory(self.directory)
         self._entries = kept
 

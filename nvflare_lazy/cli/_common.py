@@ -54,7 +54,7 @@ def resolve_output(path: str, option: str, *, force: bool) -> str:
         option: The name of the argument, for messages.
         force: Whether to replace an existing checkpoint.
     """
-    from nvflare_lazy.formats.safetensors.shards import index_of, parse_shard_name, stem_of
+    from nvflare_lazy.formats.safetensors.shards import index_path, parse_shard_name, shard_stem
 
     if os.path.isdir(path):
         path = os.path.join(path, "model.safetensors")
@@ -64,8 +64,8 @@ def resolve_output(path: str, option: str, *, force: bool) -> str:
         return path
     directory = os.path.dirname(path)
     names = os.listdir(directory or ".")
-    shards = {name for name in names if (shard := parse_shard_name(name)) and shard.stem == stem_of(path)}
-    taken = sorted(shards.union(names) & {os.path.basename(path), os.path.basename(index_of(path)), *shards})
+    shards = {name for name in names if (shard := parse_shard_name(name)) and shard.stem == shard_stem(path)}
+    taken = sorted(shards.union(names) & {os.path.basename(path), os.path.basename(index_path(path)), *shards})
     if taken:
         raise click.ClickException(f"{printable(os.path.join(directory, taken[0]))} exists; set --force to replace it")
     return path

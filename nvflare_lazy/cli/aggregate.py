@@ -118,7 +118,7 @@ def aggregate(
 
     import nvflare_lazy
     from nvflare_lazy.aggregation import Aggregation
-    from nvflare_lazy.formats.safetensors.shards import index_of
+    from nvflare_lazy.formats.safetensors.shards import index_path
 
     try:
         aggregation = Aggregation(
@@ -146,7 +146,7 @@ def aggregate(
         )
     report = result.report
     real = os.path.realpath(target)
-    saved = Path(real if os.path.exists(real) else index_of(real))
+    saved = Path(real if os.path.exists(real) else index_path(real))
     click.echo(
         f"{printable(display_path(saved, target))}: {rule} of {len(report.contributors)}, "
         f"{count(report.tensors, 'tensor')}, {format_size(report.nbytes)}"

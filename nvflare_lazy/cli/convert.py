@@ -48,11 +48,11 @@ def convert(
     import torch
 
     import nvflare_lazy
-    from nvflare_lazy.formats.save_checkpoint import meta_of
+    from nvflare_lazy.formats.save_checkpoint import tensor_meta
 
     tensors = nvflare_lazy.open(source, section=section)
     to_dtype = getattr(torch, _DTYPES[dtype]) if dtype else None
-    nbytes = sum(meta_of(name, entry, dtype=to_dtype).nbytes for name, entry in tensors.entries.items())
+    nbytes = sum(tensor_meta(name, entry, dtype=to_dtype).nbytes for name, entry in tensors.entries.items())
     with progress("Converting", nbytes) as done:
         saved = nvflare_lazy.save(tensors, target, max_shard_size=max_shard_size, dtype=to_dtype, progress=done)
     click.echo(f"{printable(display_path(saved, target))}: {count(len(tensors), 'tensor')}, {format_size(nbytes)}")

@@ -157,7 +157,7 @@ class CheckpointStore:
         with AtomicFile(self.directory / RECORD_NAME) as file:
             file.write_at((json.dumps(record, indent=2) + "\n").encode(), 0)
             file.sync()
-            file.appear()
+            file.publish()
         sync_directory(str(self.directory))
 
     def _prune(self) -> None:

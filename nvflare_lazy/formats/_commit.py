@@ -20,10 +20,10 @@ from nvflare_lazy.formats.safetensors.shards import (
     INDEX_SUFFIX,
     SUFFIX,
     ShardName,
-    index_of,
+    index_path,
     parse_shard_name,
     read_weight_map,
-    stem_of,
+    shard_stem,
 )
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
@@ -38,10 +38,10 @@ def publish_file(file: AtomicFile) -> None:
     if file.fsync:
         file.sync()
     with _locked(file.directory):
-        file.appear()
+        file.publish()
         sync_directory(file.directory)
         # A single file counts before shards and index of its name, so those are garbage from here on.
-        _remove_garbage(file.directory, [*_shards_of(file.path), os.path.basename(index_of(file.path))])
+        _remove_garbage(file.directory, [*_shards_of(file.path), os.path.basename(index_path(file.path))])
 
 
 def publish_shards(shards: Sequence[tuple[AtomicFile, Iterable[str]]], path: str, total_size: int) -> None:
@@ -56,7 +56,7 @@ def publish_shards(shards: Sequence[tuple[AtomicFile, Iterable[str]]], path: str
         if file.fsync:
             file.sync()
     directory = os.path.dirname(path)
-    with AtomicFile(index_of(path)) as index, _locked(directory):
+    with AtomicFile(index_path(path)) as index, _locked(directory):
         garbage = _shards_of(path)
         names = _free_names(directory, path, len(shards))
         weight_map = {tensor: name for name, (_, tensors) in zip(names, shards, strict=True) for tensor in tensors}
@@ -64,14 +64,14 @@ def publish_shards(shards: Sequence[tuple[AtomicFile, Iterable[str]]], path: str
         index.sync()
         try:
             for name, (file, _) in zip(names, shards, strict=True):
-                file.appear(name)
+                file.publish(name)
             # The shards must have their names before an index may.
             sync_directory(directory)
-            index.appear()
+            index.publish()
             sync_directory(directory)
         finally:
             # A signal may arrive at any line, and once the index is there it is too late to call the save off.
-            if index.has_appeared():
+            if index.is_published():
                 # Where one file was the checkpoint, it counts until it is gone.
                 _remove(path)
                 _remove_garbage(directory, garbage)
@@ -91,10 +91,10 @@ def _shards_of(path: str) -> list[str]:
     The shards of `model` and of `model.safetensors` are called alike. Those that the index of `model` names are its
     own, all others belong to `model.safetensors`.
     """
-    stem = stem_of(path)
+    stem = shard_stem(path)
     parsed = {name: parse_shard_name(name) for name in os.listdir(os.path.dirname(path))}
     shards = [name for name, shard in parsed.items() if shard is not None and shard.stem == stem]
-    without_suffix = _named_by(index_of(path.removesuffix(SUFFIX)))
+    without_suffix = _named_by(index_path(path.removesuffix(SUFFIX)))
     return [name for name in shards if (name in without_suffix) != path.endswith(SUFFIX)]
 
 
@@ -108,10 +108,10 @@ def _named_by(index: str) -> set[str]:
 def _free_names(directory: str, path: str, count: int) -> list[str]:
     """Return names for shards that are not taken, and that do not count before there is an index."""
     taken = set(os.listdir(directory))
-    indexed = os.path.basename(index_of(path)) in taken
+    indexed = os.path.basename(index_path(path)) in taken
     generation = 1 if indexed or not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in taken) else 2
     while True:
-        names = [str(ShardName(stem_of(path), number, count, generation)) for number in range(1, count + 1)]
+        names = [str(ShardName(shard_stem(path), number, count, generation)) for number in range(1, count + 1)]
         if taken.isdisjoint(names):
             return names
         generation += 1

@@ -53,7 +53,7 @@ class AtomicFile:
         >>> with AtomicFile("model.safetensors") as file:
         ...     file.write_at(data, 0)
         ...     file.sync()
-        ...     file.appear()
+        ...     file.publish()
     """
 
     def __init__(self, path: str | os.PathLike[str], *, fsync: bool = True) -> None:
@@ -99,7 +99,7 @@ class AtomicFile:
         with self.descriptor() as fd:
             os.fsync(fd)
 
-    def appear(self, name: str | None = None) -> str:
+    def publish(self, name: str | None = None) -> str:
         """Give the file its name, or another one in the same directory, and replace what had that name before.
 
         Writing to it raises from then on.
@@ -126,7 +126,7 @@ class AtomicFile:
         """Return one more descriptor of the file, for reading it after `close()`; the caller closes it."""
         return os.dup(self._fd)
 
-    def has_appeared(self) -> bool:
+    def is_published(self) -> bool:
         """Whether the file is what its own name stands for now."""
         try:
             return os.path.samestat(self._identity, os.stat(self.path))

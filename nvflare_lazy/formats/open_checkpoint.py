@@ -15,7 +15,7 @@ from nvflare_lazy.formats.lazy_data import open_pytorch, sniff_pytorch
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.safetensors.header import MAX_HEADER_BYTES, PREFIX_BYTES
 from nvflare_lazy.formats.safetensors.reader import open_safetensors
-from nvflare_lazy.formats.safetensors.shards import INDEX_SUFFIX, WEIGHT_MAP, index_of, open_directory, open_index
+from nvflare_lazy.formats.safetensors.shards import INDEX_SUFFIX, WEIGHT_MAP, index_path, open_directory, open_index
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 # Far enough into an index to come across its weight map, behind whatever metadata it has.
@@ -67,7 +67,7 @@ def _state_of(directory: str) -> int | None:
 def _open_now(path: str, section: str | None) -> LazyTensorDict:
     if not os.path.exists(path):
         # A sharded checkpoint goes by the name that it has as a whole; a link with that name may lead to it.
-        indexes = (index_of(path), index_of(os.path.realpath(path)))
+        indexes = (index_path(path), index_path(os.path.realpath(path)))
         path = next((index for index in indexes if os.path.exists(index)), path)
     if not os.path.isdir(path):
         return _open_file(path, section, is_shard=False)

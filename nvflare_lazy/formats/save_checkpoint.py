@@ -80,11 +80,11 @@ def save(
         metadata = tensors.metadata
     # Recipes, where there are some: a tensor that torch cannot hold can be copied all the same.
     values = tensors.entries if isinstance(tensors, LazyTensorDict) else tensors
-    in_order = in_file_order([meta_of(name, value, dtype=dtype) for name, value in values.items()])
+    in_order = in_file_order([tensor_meta(name, value, dtype=dtype) for name, value in values.items()])
     with StreamingWriter(path, in_order, metadata=metadata, max_shard_size=max_shard_size) as writer:
         overflows = {}
         for meta in in_order:
-            source = bytes_of(meta.name, values[meta.name], dtype=dtype)
+            source = tensor_bytes(meta.name, values[meta.name], dtype=dtype)
             writer.copy(meta.name, source, progress)
             if isinstance(source, CastSource) and source.overflows:
                 overflows[meta.name] = source.overflows
@@ -130,8 +130,8 @@ def save_safetensors_streaming(
             promise = next(expected, None)
             if promise is None:
                 raise MetadataMismatchError(f"{target}: {quoted(name)} came after the last promised tensor")
-            _check_promise(promise, meta_of(name, tensor), target)
-            writer.copy(name, bytes_of(name, tensor))
+            _check_promise(promise, tensor_meta(name, tensor), target)
+            writer.copy(name, tensor_bytes(name, tensor))
         missing = next(expected, None)
         if missing is not None:
             raise MetadataMismatchError(f"{target}: {quoted(missing.name)} and what follows it never came")
@@ -144,7 +144,7 @@ def collect_state_dict_meta(tensor_iter: Iterable[tuple[str, torch.Tensor]]) -> 
     Example:
         >>> meta = collect_state_dict_meta(model.state_dict().items())
     """
-    return [meta_of(name, tensor) for name, tensor in tensor_iter]
+    return [tensor_meta(name, tensor) for name, tensor in tensor_iter]
 
 
 def _check_promise(promise: TensorMeta, meta: TensorMeta, where: str) -> None:
@@ -158,7 +158,7 @@ def _check_promise(promise: TensorMeta, meta: TensorMeta, where: str) -> None:
         )
 
 
-def meta_of(name: str, value: object, *, dtype: torch.dtype | None = None) -> TensorMeta:
+def tensor_meta(name: str, value: object, *, dtype: torch.dtype | None = None) -> TensorMeta:
     """Return what the header of a file contains about a tensor.
 
     Args:
@@ -190,7 +190,7 @@ def meta_of(name: str, value: object, *, dtype: torch.dtype | None = None) -> Te
     return TensorMeta(name, element_type.name, shape)
 
 
-def bytes_of(name: str, value: object, *, dtype: torch.dtype | None = None) -> ByteSource:
+def tensor_bytes(name: str, value: object, *, dtype: torch.dtype | None = None) -> ByteSource:
     """Return the bytes that a file contains of a tensor, unread."""
     try:
         entry = entry_of(value)

@@ -291,15 +291,15 @@ def test_atomic_file_by_itself(tmp_path: Path, file_system) -> None:
     with AtomicFile(tmp_path / "f") as file:
         file.write_at(b"cd", 2)
         file.write_at(b"ab", 0)
-        assert not file.has_appeared()
-        assert file.appear() == str(tmp_path / "f")
-        assert file.has_appeared()
+        assert not file.is_published()
+        assert file.publish() == str(tmp_path / "f")
+        assert file.is_published()
         with pytest.raises(SaveError):
             file.write_at(b"x", 0)
     assert (tmp_path / "f").read_bytes() == b"abcd"
     with AtomicFile(tmp_path / "f") as other:
         other.write_at(b"x", 0)
-        assert not other.has_appeared()
+        assert not other.is_published()
     assert files(tmp_path) == ["f"]
     assert (tmp_path / "f").read_bytes() == b"abcd"
 

@@ -62,13 +62,13 @@ def parse_shard_name(name: str) -> ShardName | None:
     return ShardName(match["stem"], int(match["number"]), int(match["of"]), int(match["generation"] or 1))
 
 
-def stem_of(path: str) -> str:
+def shard_stem(path: str) -> str:
     """Return what the names of a checkpoint's shards begin with."""
     name = os.path.basename(path)
     return name[: -len(SUFFIX)] if name.endswith(SUFFIX) else name
 
 
-def index_of(path: str) -> str:
+def index_path(path: str) -> str:
     """Return the path of the index of a sharded checkpoint that is called `path` as a whole."""
     return path + INDEX_SUFFIX
 
@@ -127,10 +127,10 @@ def open_index(file: TensorFile, open_shard: Callable[[str], LazyTensorDict]) ->
                 "index and shards are not of the same checkpoint"
             )
         entries[name] = entry
-    return LazyTensorDict.from_entries(entries, metadata=agreed(shard.metadata for shard in shards.values()))
+    return LazyTensorDict.from_entries(entries, metadata=common_metadata(shard.metadata for shard in shards.values()))
 
 
-def agreed(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
+def common_metadata(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
     """Return the metadata of several files as that of one: what no two of them disagree on."""
     found: dict[str, str] = {}
     disputed = set()
@@ -189,7 +189,7 @@ def _indexes(directory: str, names: list[str], files: set[str]) -> list[str]:
 
 def _without_index(directory: str, files: list[str]) -> list[str]:
     """Return the files that count where there is no index, complete sets of shards among them."""
-    stems = {stem_of(name) for name in files}
+    stems = {shard_stem(name) for name in files}
     sets: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
     counting = []
     for name in files:
@@ -227,7 +227,7 @@ def _open_all(directory: str, files: list[str], open_file: Callable[[str], LazyT
                 )
             home[tensor] = name
             entries[tensor] = entry
-    return LazyTensorDict.from_entries(entries, metadata=agreed(opened))
+    return LazyTensorDict.from_entries(entries, metadata=common_metadata(opened))
 
 
 def _explain_nothing(directory: str, names: list[str]) -> NoReturn:

@@ -22,7 +22,7 @@ from nvflare_lazy.formats.atomic_file import AtomicFile
 from nvflare_lazy.formats.safetensors._copy import TILE_BYTES, copy_into
 from nvflare_lazy.formats.safetensors.header import encode_header, end_of
 from nvflare_lazy.formats.safetensors.layout import TensorMeta, in_file_order, split_into_shards
-from nvflare_lazy.formats.safetensors.shards import index_of
+from nvflare_lazy.formats.safetensors.shards import index_path
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.strided_source import StridedSource
 from nvflare_lazy.tensors.tensor_file import TensorFile
@@ -43,7 +43,7 @@ _MEMORY_PART_BYTES = 64 << 20
 _STRIDED_TILE_BYTES = 16 << 20
 
 
-class _Place(NamedTuple):
+class _Slot(NamedTuple):
     file: AtomicFile
     offset: int
     nbytes: int
@@ -81,7 +81,7 @@ class StreamingWriter:
         self.path = os.path.join(path, "model.safetensors") if os.path.isdir(path) else os.fspath(path)
         self.path = os.path.realpath(self.path)
         self._fsync = fsync
-        self._places: dict[str, _Place] = {}
+        self._slots: dict[str, _Slot] = {}
         self._shards: list[tuple[AtomicFile, dict[str, StoredTensor]]] = []
         self._lock = threading.Lock()
         self._tiles = threading.local()
@@ -100,9 +100,9 @@ class StreamingWriter:
         file.reserve(end_of(contents, len(header)))
         file.write_at(header, 0)
         for name, (_, _, offset, nbytes) in contents.items():
-            if name in self._places:
+            if name in self._slots:
                 raise MetadataMismatchError(f"{self.path}: tensor {quoted(name)} is promised twice")
-            self._places[name] = _Place(file, offset, nbytes, WrittenRanges(nbytes))
+            self._slots[name] = _Slot(file, offset, nbytes, WrittenRanges(nbytes))
 
     def write(self, name: str, offset: int, data: Buffer) -> None:
         """Write some bytes of a tensor.
@@ -114,9 +114,9 @@ class StreamingWriter:
         """
         view = memoryview(data).cast("B")
         with self._remembering_failure():
-            place = self._place(name, offset, offset + len(view))
-            place.file.write_at(view, place.offset + offset)
-            self._note(name, place, offset, offset + len(view))
+            slot = self._slot(name, offset, offset + len(view))
+            slot.file.write_at(view, slot.offset + offset)
+            self._record_written(name, slot, offset, offset + len(view))
 
     def copy(self, name: str, source: ByteSource, progress: Callable[[int], object] | None = None) -> None:
         """Write a whole tensor from where its bytes are, a tile at a time.
@@ -127,25 +127,25 @@ class StreamingWriter:
             progress: Called with a number of bytes each time some were written.
         """
         with self._remembering_failure():
-            place = self._place(name, 0, source.nbytes)
+            slot = self._slot(name, 0, source.nbytes)
 
             def written(begin: int, end: int) -> None:
-                self._note(name, place, begin, end)
+                self._record_written(name, slot, begin, end)
                 if progress is not None:
                     progress(end - begin)
 
             if isinstance(source, MemorySource):
                 for begin in range(0, source.nbytes, _MEMORY_PART_BYTES):
                     part = source.view[begin : begin + _MEMORY_PART_BYTES]
-                    place.file.write_at(part, place.offset + begin)
+                    slot.file.write_at(part, slot.offset + begin)
                     written(begin, begin + len(part))
             else:
-                copy_into(place.file, place.offset, source, self._tile(source), written)
+                copy_into(slot.file, slot.offset, source, self._tile(source), written)
 
     @property
     def checkpoint_path(self) -> Path:
         """What to open after the commit: the file, or the index of the shards."""
-        return Path(self.path if len(self._shards) == 1 else index_of(self.path))
+        return Path(self.path if len(self._shards) == 1 else index_path(self.path))
 
     def commit(self) -> list[TensorFile]:
         """Publish the checkpoint, once all of its bytes are there and on the disk.
@@ -158,7 +158,7 @@ class StreamingWriter:
             if len(self._shards) == 1:
                 publish_file(self._shards[0][0])
             else:
-                publish_shards(self._shards, self.path, sum(place.nbytes for place in self._places.values()))
+                publish_shards(self._shards, self.path, sum(slot.nbytes for slot in self._slots.values()))
             self._committed = True
             files = []
             for file, contents in self._shards:
@@ -193,28 +193,28 @@ class StreamingWriter:
             self._failure = error
             raise
 
-    def _place(self, name: str, begin: int, end: int) -> _Place:
-        place = self._places.get(name)
-        if place is None:
+    def _slot(self, name: str, begin: int, end: int) -> _Slot:
+        slot = self._slots.get(name)
+        if slot is None:
             raise MetadataMismatchError(f"{self.path}: nobody promised a tensor {quoted(name)}")
-        if begin < 0 or end > place.nbytes:
+        if begin < 0 or end > slot.nbytes:
             raise MetadataMismatchError(
-                f"{self.path}: tensor {quoted(name)} has {place.nbytes} bytes as promised, not {begin} to {end}"
+                f"{self.path}: tensor {quoted(name)} has {slot.nbytes} bytes as promised, not {begin} to {end}"
             )
-        return place
+        return slot
 
-    def _note(self, name: str, place: _Place, begin: int, end: int) -> None:
+    def _record_written(self, name: str, slot: _Slot, begin: int, end: int) -> None:
         with self._lock:
-            is_new = place.written.add(begin, end)
+            is_new = slot.written.add(begin, end)
         if not is_new:
             raise MetadataMismatchError(f"{self.path}: bytes {begin} to {end} of {quoted(name)} were written twice")
 
     def _check_complete(self) -> None:
         if self._failure is not None:
             raise self._failure
-        for name, place in self._places.items():
-            gap = place.written.first_gap
-            if gap == (0, place.nbytes):
+        for name, slot in self._slots.items():
+            gap = slot.written.first_gap
+            if gap == (0, slot.nbytes):
                 raise MetadataMismatchError(f"{self.path}: tensor {quoted(name)} was promised and never written")
             if gap is not None:
                 raise MetadataMismatchError(
@@ -257,15 +257,15 @@ class WrittenRanges:
         """Note that a range was written; return False if some of it had been written before."""
         if begin == end:
             return True
-        place = bisect_left(self._ranges, (begin, end))
-        if place < len(self._ranges) and self._ranges[place][0] < end:
+        index = bisect_left(self._ranges, (begin, end))
+        if index < len(self._ranges) and self._ranges[index][0] < end:
             return False
-        if place and self._ranges[place - 1][1] > begin:
+        if index and self._ranges[index - 1][1] > begin:
             return False
-        if place < len(self._ranges) and self._ranges[place][0] == end:
-            end = self._ranges.pop(place)[1]
-        if place and self._ranges[place - 1][1] == begin:
-            begin = self._ranges.pop(place - 1)[0]
+        if index < len(self._ranges) and self._ranges[index][0] == end:
+            end = self._ranges.pop(index)[1]
+        if index and self._ranges[index - 1][1] == begin:
+            begin = self._ranges.pop(index - 1)[0]
         insort(self._ranges, (begin, end))
         return True
 
