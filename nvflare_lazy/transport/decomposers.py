@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NVFlare's serializer calls for each tensor and array in a message, on the way out and on the way in.
+"""The decomposers that NVFlare's serializer calls for each tensor and array in a message, to encode and to decode it.
 
-Both share one way of doing it: a message holds a small placeholder for each tensor, and one datum for each payload
-that says where it is to be downloaded from. The first payload's placeholders are as NVFlare writes them, so that a
-stock peer can read them; those of further payloads name theirs, and a stock peer refuses them instead of taking a
-tensor of the same number from the wrong payload.
+A message has a small placeholder for each tensor, and one datum for each payload with the location to download it from.
+The first payload's placeholders are as NVFlare writes them, so that a receiver without this package can read them.
+Those of further payloads name theirs; such a receiver refuses them, instead of taking a tensor of the same number from
+the wrong payload.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nvflare.fuel.utils.fobs import FOBSContextKey, dots
 from nvflare.fuel.utils.fobs.datum import Datum, DatumType
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 
-from nvflare_lazy.errors import NVFlareLazyError, ProtocolError
+from nvflare_lazy.errors import ProtocolError
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.transport import _nvflare_private, offload
@@ -33,7 +33,15 @@ from nvflare_lazy.transport._backends import NUMPY, TORCH, ArrayBackend
 from nvflare_lazy.transport._disk_consumer import receive_to_disk
 from nvflare_lazy.transport._downloadable import PayloadDownloadable
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
-from nvflare_lazy.transport._placeholders import IncomingPayloads, OutgoingPayloads, PayloadReference, item_of
+from nvflare_lazy.transport._placeholders import (
+    IncomingPayloads,
+    OutgoingPayloads,
+    PayloadReference,
+    described,
+    description,
+    item_of,
+    location_of,
+)
 from nvflare_lazy.transport.failed import FailedPayload
 from nvflare_lazy.transport.receive import receive
 from nvflare_lazy.transport.segments.client import RemotePayload
@@ -45,9 +53,6 @@ if TYPE_CHECKING:
     from nvflare.fuel.utils.fobs.datum import DatumManager
 
 _TWO_MB = 2 * 1024 * 1024
-# Keys of a placeholder that stock peers do not look at.
-_DTYPE = "dtype"
-_SHAPE = "shape"
 
 
 class LazyDecomposer(ViaDownloaderDecomposer):
@@ -86,13 +91,13 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         context = self._new_items(manager)
         item_id, _, _ = context.add_item(target)
         placeholder = outgoing.placeholder(context.ref_id, None, item_id)
-        return {**placeholder, _DTYPE: self.backend.encode_dtype(dtype), _SHAPE: list(shape)}
+        return {**placeholder, **description(self.backend, dtype, shape)}
 
     def _describe_ref(self, ref: Any) -> dict[str, Any]:
         dtype = getattr(ref, "dtype", None)
         if dtype is None or ref.shape is None:
             return {}
-        return {_DTYPE: self.backend.encode_dtype(dtype), _SHAPE: list(ref.shape)}
+        return description(self.backend, dtype, ref.shape)
 
     def _configured_chunk_size(self) -> int:
         size: int = app_config_utils.get_int_var(
@@ -154,24 +159,24 @@ class LazyDecomposer(ViaDownloaderDecomposer):
     def process_datum(self, datum: Datum, manager: DatumManager) -> None:
         """Download the payload that a datum points to, or keep the reference at a forwarding hop."""
         fobs_ctx = manager.fobs_ctx
+        ref_id = ""
         try:
-            where = _where(datum)
+            fqcn, ref_id = location_of(datum)
             if fobs_ctx.get(FOBSContextKey.PASS_THROUGH):
-                batch: Any = PayloadReference(*where, _is_secure(fobs_ctx, where[0]))
+                payload: Any = PayloadReference(fqcn, ref_id, _is_secure(fobs_ctx, fqcn))
             else:
-                batch = self._download_from_remote_cell(
-                    fobs_ctx,
-                    {_nvflare_private.DATUM_FQCN: where[0], _nvflare_private.DATUM_REF_ID: where[1]},
+                payload = self._download_from_remote_cell(
+                    fobs_ctx, {_nvflare_private.DATUM_FQCN: fqcn, _nvflare_private.DATUM_REF_ID: ref_id}
                 )
         except Exception as error:
             if not _must_decode(fobs_ctx):
                 raise
-            self.logger.error(f"tensors could not be received, and what they belong to will be left out: {error}")
-            where, batch = ("", _ref_id_of(datum)), FailedPayload(error)
-        batches = fobs_ctx.get(self.items_key)
-        if not isinstance(batches, IncomingPayloads):
-            fobs_ctx[self.items_key] = batches = IncomingPayloads()
-        batches.add(where[1], batch)
+            self.logger.error(f"Failed to receive tensors: {error}. The message that contains them will be skipped.")
+            payload = FailedPayload(error)
+        payloads = fobs_ctx.get(self.items_key)
+        if not isinstance(payloads, IncomingPayloads):
+            fobs_ctx[self.items_key] = payloads = IncomingPayloads()
+        payloads.add(ref_id, payload)
 
     def recompose(self, data: Any, manager: DatumManager = None) -> Any:
         """Decode a placeholder into a value, a lazy value, or a reference."""
@@ -180,45 +185,34 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         except Exception as error:
             if not _must_decode(manager.fobs_ctx):
                 raise
-            self.logger.error(f"a tensor could not be decoded, and what it belongs to will be left out: {error}")
+            self.logger.error(f"Failed to decode a tensor: {error}. The message that contains it will be skipped.")
             return FailedPayload(error).value(self.backend)
 
     def _recompose(self, data: Any, manager: DatumManager) -> Any:
         if not isinstance(data, dict):
-            raise ProtocolError(f"a {type(data).__name__} stands where the placeholder of a tensor was due")
+            raise ProtocolError(f"invalid placeholder of a tensor: expected a dictionary, got {type(data).__name__}")
         kind, content = data.get(_nvflare_private.ENC_TYPE), data.get(_nvflare_private.ENC_DATA)
         if kind == _nvflare_private.ENC_NATIVE:
             return self.native_recompose(content, manager)
         if kind != _nvflare_private.ENC_REF or not isinstance(content, str):
-            raise ProtocolError(f"a placeholder of the unknown kind {str(kind)[:80]!r}")
-        batches = manager.fobs_ctx.get(self.items_key)
-        batch = batches.find(content) if isinstance(batches, IncomingPayloads) else None
+            raise ProtocolError(f"unknown kind of placeholder: {str(kind)[:80]!r}")
+        payloads = manager.fobs_ctx.get(self.items_key)
+        payload = payloads.find(content) if isinstance(payloads, IncomingPayloads) else None
         item_id = item_of(content)
-        if batch is None:
-            raise ProtocolError(f"{content} belongs to a payload that is not there")
-        if isinstance(batch, PayloadReference):
+        if payload is None:
+            raise ProtocolError(f"placeholder {content!r} refers to a missing payload")
+        if isinstance(payload, PayloadReference):
             cell = manager.fobs_ctx.get(FOBSContextKey.CELL)
-            described = self._described(data)
-            ref = LazyDownloadRef.of(batch.fqcn, batch.ref_id, item_id, self._dot, self.backend, described, cell)
-            ref.secure = batch.secure
+            ref = LazyDownloadRef.of(
+                payload.fqcn, payload.ref_id, item_id, self._dot, self.backend, described(self.backend, data), cell
+            )
+            ref.secure = payload.secure
             return ref
-        if isinstance(batch, FailedPayload):
-            return batch.value(self.backend, *self._described(data))
-        if item_id not in batch:
-            raise ProtocolError(f"the tensor {item_id} was promised, and did not come with the others")
-        return batch[item_id]
-
-    def _described(self, data: dict[str, Any]) -> tuple[Any, tuple[int, ...] | None]:
-        """Return what a placeholder says about its tensor, if that makes sense."""
-        shape, encoded = data.get(_SHAPE), data.get(_DTYPE)
-        if isinstance(encoded, list):
-            encoded = _as_tuples(encoded)
-        dtype = None if encoded is None else self.backend.decode_dtype(encoded)
-        if dtype is None or not isinstance(shape, list) or len(shape) > 64:
-            return None, None
-        if not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
-            return None, None
-        return dtype, tuple(shape)
+        if isinstance(payload, FailedPayload):
+            return payload.value(self.backend, *described(self.backend, data))
+        if item_id not in payload:
+            raise ProtocolError(f"tensor {item_id} is missing from its payload")
+        return payload[item_id]
 
     def _get_download_kwargs(self, fobs_ctx: dict[str, Any]) -> dict[str, Any]:
         return {"fobs_ctx": fobs_ctx}
@@ -299,30 +293,7 @@ def _is_secure(fobs_ctx: dict[str, Any], fqcn: str) -> bool:
     return bool(message.get_header(MessageHeaderKey.SECURE, False))
 
 
-def _where(datum: Datum) -> tuple[str, str]:
-    try:
-        ref = json.loads(datum.value)
-    except (TypeError, ValueError) as error:
-        raise ProtocolError(f"a datum that does not say where its tensors are: {error}") from None
-    fqcn = ref.get(_nvflare_private.DATUM_FQCN) if isinstance(ref, dict) else None
-    ref_id = ref.get(_nvflare_private.DATUM_REF_ID) if isinstance(ref, dict) else None
-    if not isinstance(fqcn, str) or not isinstance(ref_id, str) or not fqcn or not ref_id:
-        raise ProtocolError(f"a datum that does not say where its tensors are: {str(datum.value)[:200]}")
-    return fqcn, ref_id
-
-
-def _ref_id_of(datum: Datum) -> str:
-    try:
-        return _where(datum)[1]
-    except NVFlareLazyError:
-        return ""
-
-
 def _must_decode(fobs_ctx: dict[str, Any]) -> bool:
     """Whether an error in decoding would end the process: NVFlare does that to the server's job."""
     cell = fobs_ctx.get(FOBSContextKey.CELL)
     return cell is not None and FQCN.get_root(cell.get_fqcn()) == FQCN.ROOT_SERVER
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
