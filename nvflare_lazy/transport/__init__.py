@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tensors cross NVFlare without ever being whole in memory.
+"""Sends and receives tensors through NVFlare without ever holding a whole payload in memory.
 
-`registration.register()` puts this package's handlers in the place of the stock ones; from then on whatever NVFlare
-sends and receives goes through here, to and from peers that may or may not have this package. `offload` says whether
-what comes goes to disk, and `install()` does both.
+`registration.register()` replaces NVFlare's handlers of tensors and arrays. `decomposers` then encodes and decodes each
+message, `_downloadable` serves its payloads, and `receive` downloads them, in the best of the `ways` that both ends
+know. `offload` decides whether a payload is received on disk or in memory.
 """

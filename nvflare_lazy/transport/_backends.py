@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two kinds of payload, torch tensors and NumPy arrays: what differs between them, so that nothing else has to.
+"""The array backends, torch and NumPy: everything that differs between payloads of tensors and of arrays.
 
 Senders ask a backend for the bytes of a value, receivers for a value over bytes; how the bytes travel, and what may go
 wrong with them, is the same for both.
@@ -73,7 +73,7 @@ class ArrayBackend(ABC):
 
     @abstractmethod
     def unknown(self) -> tuple[Any, tuple[int, ...]]:
-        """Return the dtype and shape that a value has of which nothing is known, because it never came."""
+        """Return the dtype and shape of a failed value whose description was not received."""
 
     @abstractmethod
     def pack_item(self, name: str, value: Any, source: ByteSource) -> bytearray | memoryview:
@@ -227,7 +227,7 @@ def _file_identity(source: ByteSource, *rest: object) -> object:
 
 
 def _as_descr(encoded: Any) -> Any:
-    """Undo what msgpack does to the description of a structured type: its tuples come back as they went."""
+    """Undo what msgpack does to the description of a structured type: its tuples become lists of tuples again."""
     if isinstance(encoded, tuple) and encoded and all(isinstance(field, tuple) for field in encoded):
         return [(field[0], _as_descr(field[1]), *field[2:]) for field in encoded]
     if isinstance(encoded, str):

@@ -110,7 +110,7 @@ class DiskConsumer(PayloadConsumer):
         result = {} if result is None else result
         with self._lock:
             if self._cleaned:
-                raise TransferAbortedError(f"the download from {self._sender} was called off")
+                raise TransferAbortedError(f"the download from {self._sender} was cancelled")
             if not isinstance(self._shards, AppendingShards):
                 self._shards = AppendingShards(self.backend, self.directory)
             for item in items:
@@ -123,7 +123,7 @@ class DiskConsumer(PayloadConsumer):
         """Write these values."""
         with self._lock:
             if self._cleaned:
-                raise TransferAbortedError(f"the download from {self._sender} was called off")
+                raise TransferAbortedError(f"the download from {self._sender} was cancelled")
             self._shards = PreallocatedShards(manifest, self.backend, self.directory)
             return self._shards
 

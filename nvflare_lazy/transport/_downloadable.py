@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sender's end of a download: a payload, and what NVFlare's download protocol calls to serve it.
 
-Each request says what it asks for. So nothing is kept of what was sent, and there is nothing to remember about
-receivers: one that is far behind, or asks twice, costs the sender no memory.
+Each request names the bytes it needs, so the sender keeps nothing about its receivers: one that is far behind, or asks
+twice, costs the sender no memory.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PayloadDownloadable(Downloadable):
     def produce(self, state: dict[str, Any] | None, requester: str) -> tuple[str, Any, dict[str, Any]]:
         """Answer one request of NVFlare's protocol; see `Downloadable`."""
         if not state and self._ref_id is not None and self._cell is not None:
-            # No items, and more keys in the state: a stock receiver sends both back and goes on from item 0.
+            # No items, and more keys in the state: a receiver without this package returns both and starts at item 0.
             offers = {key: value for way in ways.WAYS for key, value in way.offer(self._payload).items()}
             if offers:
                 return ProduceRC.OK, [], {_nvflare_private.START: 0, _nvflare_private.COUNT: 0, **offers}
@@ -85,7 +85,7 @@ class PayloadDownloadable(Downloadable):
         if start >= self.size:
             self._runtime.throttle.release(self._slots.pop(requester, None))
             return ProduceRC.EOF, None, {}
-        # What was on its way to this receiver has arrived, or it would not ask.
+        # The receiver has the previous items, or it would not ask for more.
         before = self._slots.get(requester)
         self._slots[requester] = self._runtime.throttle.acquire(self._payload.nvflare_item_nbytes(start), after=before)
         items = [self.produce_item(start)]
@@ -109,14 +109,14 @@ class PayloadDownloadable(Downloadable):
                 way.withdraw(self._ref_id, self._runtime)
 
     def release(self) -> None:
-        """Let go of the tensors."""
+        """Release the tensors."""
         self._payload.release()
         self.base_obj = None
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"a download cannot go on from {value!r}")
+        raise ValueError(f"invalid download state: {value!r}")
     return value
 
 
@@ -135,27 +135,27 @@ class Payload:
         self._lock = threading.Lock()
         self._manifest: manifests.Manifest | None = None
         self._encoded = b""
-        self._owners: list[manifests.ManifestItem] = []
+        self._stored: list[manifests.ManifestItem] = []
         self._starts: list[int] = []
-        # The source of the tensor that was asked for last: some take work to make, and requests come in order.
+        # The source of the last tensor that was read: some are expensive to make, and requests arrive in order.
         self._last: tuple[str, ByteSource] | None = None
 
     def release(self) -> None:
-        """Let go of the tensors."""
+        """Release the tensors."""
         self._values = None
         self._last = None
 
     @property
     def manifest(self) -> manifests.Manifest:
-        """Names, types, shapes, and where the bytes lie."""
+        """Names, types, shapes and offsets."""
         with self._lock:
             if self._manifest is None:
                 values = self._held()
                 self._manifest = manifests.lay_out(
                     (name, *self._described(values[name]), self.backend.identity(values[name])) for name in self.names
                 )
-                self._owners = [item for item in self._manifest.owners() if item.nbytes]
-                self._starts = [item.offset for item in self._owners]
+                self._stored = [item for item in self._manifest.stored() if item.nbytes]
+                self._starts = [item.offset for item in self._stored]
             return self._manifest
 
     def _described(self, value: Any) -> tuple[Any, tuple[int, ...], int]:
@@ -170,22 +170,22 @@ class Payload:
             self._encoded = self._encoded or manifests.encode(manifest, self.backend)
             return self._encoded
 
-    # NVFlare copies what is sent into a frame: from a bytearray at once, from anything else through a bytearray.
+    # NVFlare copies the data into a frame: from a bytearray at once, from anything else through a bytearray.
 
     def read(self, start: int, count: int) -> bytearray | memoryview:
-        """Return a part of the run of all bytes; the sender's own memory where it lies there in one piece."""
+        """Return a part of the payload's bytes; a view of the sender's own memory where that is possible."""
         manifest = self.manifest
         if start < 0 or count < 0 or start + count > manifest.nbytes:
-            raise ProtocolError(f"bytes {start} to {start + count} were asked for, and there are {manifest.nbytes}")
+            raise ProtocolError(f"invalid request for bytes {start} to {start + count} of {manifest.nbytes}")
         index = bisect_right(self._starts, start) - 1
-        item = self._owners[index]
+        item = self._stored[index]
         if start + count <= item.offset + item.nbytes:
             return self._part(item.name, start - item.offset, count)
         gathered = bytearray(count)
         view = memoryview(gathered)
         done = 0
         while done < count:
-            item = self._owners[index]
+            item = self._stored[index]
             inside = start + done - item.offset
             take = min(count - done, item.nbytes - inside)
             self._source(item.name).read_into(view[done : done + take], inside)
@@ -195,10 +195,10 @@ class Payload:
     def read_item(self, name: str, start: int, count: int) -> bytearray | memoryview:
         """Return a part of one tensor's bytes."""
         if name not in self._held():
-            raise ProtocolError(f"{name!r} was asked for, which is not in this payload")
+            raise ProtocolError(f"unknown item {name!r} of this payload")
         source = self._source(name)
         if start < 0 or count < 0 or start + count > source.nbytes:
-            raise ProtocolError(f"bytes {start} to {start + count} of {name!r} were asked for; it has {source.nbytes}")
+            raise ProtocolError(f"invalid request for bytes {start} to {start + count} of {source.nbytes} of {name!r}")
         return self._part(name, start, count)
 
     def nvflare_item(self, index: int) -> bytearray | memoryview:
@@ -228,5 +228,5 @@ class Payload:
     def _held(self) -> Mapping[str, Any]:
         values = self._values
         if values is None:
-            raise PeerLostError("the tensors have been let go: their transfer is over, or timed out")
+            raise PeerLostError("payload already released: the transfer completed or timed out")
         return values

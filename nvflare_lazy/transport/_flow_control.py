@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes may be in flight: of segments, and of whole tensors to and from peers without this package.
+"""Limits on the bytes in flight: of segments, and of whole tensors to and from processes without this package.
 
-What a server holds of its clients' results in memory does not grow with their number.
+A server's memory for its clients' results does not grow with their number.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ DEFAULT_BYTES = 32 << 20
 
 
 class InflightBudget:
-    """Bytes of segments that may be on their way to this process, for all of its downloads together.
+    """Bytes of segments that may be in flight to this process, for all of its downloads together.
 
-    Every request for a segment takes from it and gives back when the bytes are written.
+    Every request for a segment reserves bytes, and releases them when they are written.
 
     Args:
         limit: How many.
@@ -35,33 +35,33 @@ class InflightBudget:
 
     @property
     def limit(self) -> int:
-        """The most bytes under way."""
+        """The maximum number of bytes in flight."""
         return self._limit
 
     @property
     def used(self) -> int:
-        """Bytes under way now."""
+        """Bytes in flight now."""
         return self._used
 
     @property
     def peak(self) -> int:
-        """The most that were ever under way."""
+        """The highest number of bytes that were in flight."""
         return self._peak
 
     def resize(self, limit: int) -> None:
-        """Change the limit; what is under way already stays so."""
+        """Change the limit; bytes in flight are not affected."""
         if limit < 1:
-            raise ValueError(f"a budget of {limit} bytes lets nothing through")
+            raise ValueError(f"budget must be >= 1 byte, got {limit}")
         with self._changed:
             self._limit = limit
             self._changed.notify_all()
 
     def acquire(self, nbytes: int, *, holding: int, timeout: float = 0.0) -> bool:
-        """Take bytes if there are any left.
+        """Reserve bytes if the limit permits.
 
         Args:
             nbytes: How many.
-            holding: How many the caller has under way already. Who has none goes first, so that a busy download
+            holding: How many the caller has in flight already. A caller with none goes first, so that a busy download
                 cannot keep a new one waiting.
             timeout: Seconds to wait for them.
         """
@@ -80,7 +80,7 @@ class InflightBudget:
             return granted
 
     def release(self, nbytes: int) -> None:
-        """Give bytes back that were taken."""
+        """Release reserved bytes."""
         with self._changed:
             self._used -= nbytes
             self._changed.notify_all()
@@ -99,10 +99,10 @@ _POLL_SECONDS = 0.2
 
 
 class Slot:
-    """A whole tensor on its way.
+    """A whole tensor in flight.
 
     Args:
-        nbytes: How long it is.
+        nbytes: Its size.
     """
 
     __slots__ = ("_since", "nbytes", "slow")
@@ -113,19 +113,19 @@ class Slot:
         self._since = time.monotonic()
 
     def note_age(self) -> None:
-        """Find out whether it takes too long."""
+        """Check whether it takes too long."""
         self.slow = self.slow or time.monotonic() - self._since > _SLOW_SECONDS
 
 
 class WholeTensorThrottle:
-    """Which whole tensors are on their way, in bytes.
+    """Limits the whole tensors in flight.
 
     NVFlare holds several copies of a message while it is sent or received, so a model that goes to many clients at
-    once, or comes from them, takes as much memory as there are clients. Here they take turns, tensor by tensor, in the
-    order in which they asked; those who are slow do not keep others waiting, and need not wait.
+    once, or from many, would take memory for each of them. Here transfers take turns, tensor by tensor, in the order
+    in which they ask; a slow transfer does not keep others waiting, and need not wait.
 
     Args:
-        budget: Its limit is the limit here, too; segments do not count against whole tensors.
+        budget: Its limit applies here as well; segments do not count against whole tensors.
         on_release: Called each time a whole tensor is gone, with no lock held: its buffers are all over the heap.
     """
 
@@ -140,9 +140,9 @@ class WholeTensorThrottle:
         """Wait for a slot.
 
         Args:
-            nbytes: How long the tensor is.
+            nbytes: The size of the tensor.
             after: The previous slot of the same transfer; it is released now.
-            give_up: Says when waiting makes no sense any more; it does not after a little while, if not given.
+            give_up: Returns whether to stop waiting. Default: after a few seconds.
         """
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
         place = object()
@@ -168,14 +168,14 @@ class WholeTensorThrottle:
             return None if self._line or not self._fits(nbytes) else self._add(nbytes)
 
     def release(self, slot: Slot | None) -> None:
-        """Nothing of that tensor is in memory any more."""
+        """Release a slot: the tensor is no longer in memory."""
         with self._changed:
             self._end(slot)
         self._note_release()
 
     @property
     def used(self) -> int:
-        """Bytes on their way."""
+        """Bytes in flight."""
         with self._changed:
             return self._used()
 
@@ -207,6 +207,6 @@ class WholeTensorThrottle:
         return sum(slot.nbytes for slot in self._taken)
 
 
-#: What a first answer is taken for: from a sender without this package it comes with a whole tensor in it, before there
-#: is a chance to ask for less.
+#: The size that is assumed of a first answer: a sender without this package puts a whole tensor into it, before the
+#: receiver can ask for less.
 FIRST_ANSWER_BYTES = 16 << 20

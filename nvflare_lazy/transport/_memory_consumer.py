@@ -35,7 +35,7 @@ class MemoryConsumer(PayloadConsumer):
     ) -> None:
         super().__init__(backend)
         if received_cb is not None and not callable(received_cb):
-            raise ValueError(f"the callback for what is received must be callable, and is {received_cb!r}")
+            raise ValueError(f"the callback for received values must be callable, got {received_cb!r}")
         self._received_cb = received_cb
         self._cb_kwargs = cb_kwargs or {}
         self._lock = threading.Lock()
@@ -92,10 +92,10 @@ class Sink(Protocol):
 
 
 class MemorySink:
-    """Assembles ordinary tensors: each is made when its first bytes come, and nothing is joined.
+    """Assembles ordinary tensors: each is allocated when its first bytes arrive, and nothing is concatenated.
 
     Args:
-        manifest: What will come.
+        manifest: The payload.
         backend: What kind of values to make.
         deliver: Called with each value as soon as it is complete, from several threads at once.
     """
@@ -104,8 +104,8 @@ class MemorySink:
         self._manifest = manifest
         self._backend = backend
         self._deliver = deliver
-        self._owners = [item for item in manifest.owners() if item.nbytes]
-        self._starts = [item.offset for item in self._owners]
+        self._stored = [item for item in manifest.stored() if item.nbytes]
+        self._starts = [item.offset for item in self._stored]
         self._lock = threading.Lock()
         self._made: dict[int, _PartialValue] = {}
         self._aliases: dict[int, list[ManifestItem]] = {}
@@ -117,7 +117,7 @@ class MemorySink:
         """Copy bytes into the tensors they belong to."""
         index = bisect_right(self._starts, offset) - 1
         while data:
-            item = self._owners[index]
+            item = self._stored[index]
             inside = offset - item.offset
             part = data[: item.nbytes - inside]
             self._fill(item, inside, part)
@@ -134,16 +134,16 @@ class MemorySink:
             if made.missing:
                 return
             del self._made[item.offset]
-        for twin in self._aliases.get(item.offset, ()):
-            # Tensors of their own: whoever writes to one does not expect to find it in the other.
-            value, memory = self._backend.new(twin.dtype, twin.shape)
+        for tied in self._aliases.get(item.offset, ()):
+            # Separate tensors: a write to one must not change the other.
+            value, memory = self._backend.new(tied.dtype, tied.shape)
             memory[:] = made.memory
-            self._deliver(twin.name, value)
+            self._deliver(tied.name, value)
         self._deliver(item.name, made.value)
 
     def finish(self) -> None:
-        """Deliver what has no bytes and therefore never came."""
-        for item in self._manifest.owners():
+        """Deliver the tensors without bytes."""
+        for item in self._manifest.stored():
             if not item.nbytes:
                 self._deliver(item.name, self._backend.new(item.dtype, item.shape)[0])
 

@@ -64,7 +64,7 @@ def registered_for(type_name: str) -> Any:
 
 
 def replace_decomposer(decomposer: Any) -> Any:
-    """Make `decomposer` the handler of its type and of its datum object types; return the one it takes the place of."""
+    """Make `decomposer` the handler of its type and of its datum object types; return the one that it replaces."""
     name = registry.get_class_name(decomposer.supported_type())
     before = registry._decomposers.get(name)
     registry._decomposers[name] = decomposer
@@ -100,7 +100,7 @@ def serving(ref_id: str, requester: str) -> Iterator[_Ref | None]:
 
 
 def note_sent(ref: _Ref, requester: str, nbytes: int) -> None:
-    """Count bytes sent for the transaction's totals and for whoever watches its progress."""
+    """Count bytes sent for the transaction's totals and its progress."""
     ref.tx.add_total_bytes(nbytes)
     ref.emit_progress(receiver_id=requester, state=TransferProgressState.ACTIVE, bytes_delta=nbytes)
 
@@ -108,7 +108,7 @@ def note_sent(ref: _Ref, requester: str, nbytes: int) -> None:
 def finish_for_ancestor(ref_id: str, receiver: str, status: str) -> None:
     """Count a receiver's success for the expected receiver it is a child of.
 
-    A transaction that names a forwarding hop would wait for it forever: the process behind the hop is who pulls.
+    A transaction that names a forwarding hop would wait for it forever: the process behind the hop downloads instead.
     """
     ref = DownloadService._ref_table.get(ref_id)
     if ref is None or status != DownloadStatus.SUCCESS:
@@ -119,10 +119,10 @@ def finish_for_ancestor(ref_id: str, receiver: str, status: str) -> None:
 
 
 def release_sent_messages() -> None:
-    """Let every message go once it is sent.
+    """Release every message once it is sent.
 
     NVFlare's task of sending one and the future of it refer to each other, so each message stays in memory until the
-    garbage collector happens to come by: after hundreds of megabytes, when tensors are sent.
+    garbage collector runs: after hundreds of megabytes, when tensors are sent.
     """
     if getattr(TxTask.stop, "frees", False):
         return
@@ -195,7 +195,7 @@ class ScheduledRemoval(NamedTuple):
 
 
 def use_single_cleanup_thread(cleanup: Callable[[], CleanupThread]) -> None:
-    """Let one thread remove NVFlare's notes of received streams, instead of one for each message.
+    """Let one thread remove NVFlare's notes of received streams, instead of one thread per message.
 
     Args:
         cleanup: Returns the thread of this process.
@@ -215,7 +215,7 @@ def use_single_cleanup_thread(cleanup: Callable[[], CleanupThread]) -> None:
 
 @contextmanager
 def source_signal(cell: Any, from_fqcn: str, ref_id: str, abort_signal: Any) -> Iterator[Any]:
-    """A signal that is triggered by `abort_signal`, and by the news that the owner of the source has died."""
+    """A signal that is triggered by `abort_signal`, and when NVFlare reports that the sender is lost."""
     signal = DownloadService._register_source_download(cell, from_fqcn, ref_id, abort_signal)
     try:
         yield signal

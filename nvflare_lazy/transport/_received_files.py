@@ -92,7 +92,7 @@ class PreallocatedShards:
         self._files: list[WritableFile] = []
         self._starts: list[int] = []  # where each file's data begins in the run of all bytes
         self._data_at: list[int] = []  # where it begins in the file
-        owners = manifest.owners()
+        owners = manifest.stored()
         try:
             while group := list(islice(owners, _MAX_NAMES_PER_FILE)):
                 self._add_file(group, backend, directory)

@@ -60,7 +60,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
 
     Args:
         backend: What kind of values.
-        dot: NVFlare's number for the datum that says where they are.
+        dot: NVFlare's number for the datum with their location.
         config_prefix: What NVFlare's configuration variables for this kind begin with.
     """
 
@@ -121,7 +121,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         return context
 
     def _add_data(self, manager: DatumManager) -> None:
-        """Add a datum for each payload in the message, the first one last: stock peers go by the last."""
+        """Add a datum for each payload in the message, the first one last: NVFlare uses the last."""
         if manager.get_error():
             return
         outgoing = self._outgoing(manager)
@@ -229,7 +229,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         progress_cb: Callable[..., None] | None = None,
         fobs_ctx: dict[str, Any] | None = None,
     ) -> tuple[str | None, Mapping[str, Any]]:
-        """Download a payload; raises the error that says why if that fails."""
+        """Download a payload; raises the reason if that fails."""
         remote = RemotePayload(
             offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal
         )
@@ -240,7 +240,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
 
 
 class LazyTensorDecomposer(LazyDecomposer):
-    """`torch.Tensor`, in the place of NVFlare's `TensorDecomposer`."""
+    """`torch.Tensor`, instead of NVFlare's `TensorDecomposer`."""
 
     def __init__(self) -> None:
         super().__init__(TORCH, dots.TENSOR_DOWNLOAD, "tensor_")
@@ -264,7 +264,7 @@ class LazyTensorDecomposer(LazyDecomposer):
 
 
 class LazyArrayDecomposer(LazyDecomposer):
-    """`np.ndarray`, in the place of NVFlare's `NumpyArrayDecomposer`."""
+    """`np.ndarray`, instead of NVFlare's `NumpyArrayDecomposer`."""
 
     def __init__(self) -> None:
         super().__init__(NUMPY, dots.NUMPY_DOWNLOAD, "np_")
@@ -286,7 +286,7 @@ class LazyArrayDecomposer(LazyDecomposer):
 
 
 def _is_secure(fobs_ctx: dict[str, Any], fqcn: str) -> bool:
-    """Whether what `fqcn` has must be encrypted: its own message was. Others' say nothing about what it can do."""
+    """Whether downloads from `fqcn` must be encrypted: its own message was. Messages of other cells prove nothing."""
     message = fobs_ctx.get(FOBSContextKey.MESSAGE)
     if message is None or message.get_header(MessageHeaderKey.ORIGIN) != fqcn:
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in a message for tensors that could not be received: values that say why when they are used.
+"""Placeholders for tensors that could not be received: values that raise the reason when they are used.
 
 NVFlare ends the whole server job if a result cannot be decoded. So one client's broken download must decode, and cost
 that client's contribution alone.
@@ -28,7 +28,7 @@ class FailedPayload:
         self.error = _without_frames(error)
 
     def value(self, backend: ArrayBackend, dtype: Any = None, shape: tuple[int, ...] | None = None) -> Any:
-        """Return a value that raises the error when its elements are asked for.
+        """Return a value that raises the error when its elements are read.
 
         Args:
             backend: What kind of value.
@@ -41,7 +41,7 @@ class FailedPayload:
 def failed_value(
     error: Exception, backend: ArrayBackend, dtype: Any = None, shape: tuple[int, ...] | None = None
 ) -> Any:
-    """Return a value that raises `error` when its elements are asked for."""
+    """Return a value that raises `error` when its elements are read."""
     if dtype is None or shape is None:
         dtype, shape = backend.unknown()
     return backend.lazy(FailedSource(backend.nbytes(dtype, shape), _without_frames(error)), dtype, shape)
@@ -56,7 +56,7 @@ def failure_of(value: Any) -> Exception | None:
     Example:
         >>> error = failure_of(model.params)
         >>> if error is not None:
-        ...     logger.warning("left out %s: %s", client, error)
+        ...     logger.warning("skipped %s: %s", client, error)
     """
     if isinstance(value, (LazyTensor, LazyArray)):
         source = value.source

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The receiver's end of NVFlare's own download protocol: receives one payload, in the best way offered.
 
-NVFlare's `download_object` does the talking: first contact, retries, the confirmation that all has come, and telling
-the sender when nothing more is wanted. What is between the first reply and the last is done here.
+NVFlare's `download_object` makes the first contact, retries, confirms that everything has arrived, and tells the sender
+when the download ends early. Everything between the first answer and the last is done here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PROGRESS_SECONDS = 5.0
 
 
 class PayloadConsumer(Consumer):
-    """Receives one payload; what becomes of it is up to the subclass.
+    """Receives one payload; subclasses decide where to.
 
     Attributes:
         backend: What kind of values are received.
@@ -53,8 +53,8 @@ class PayloadConsumer(Consumer):
         failure: Why it failed, as an exception.
         result: What has been received.
         nbytes: How many bytes that was.
-        way: How they came, for the log.
-        progress: Whom to tell of the progress, or None.
+        way: How they were transferred, for the log.
+        progress: Receives the progress, or None.
     """
 
     # The state of an offer that was taken is not the state that was offered.
@@ -87,10 +87,10 @@ class PayloadConsumer(Consumer):
 
     @abstractmethod
     def finish(self) -> None:
-        """Complete the result: everything has come."""
+        """Complete the result: everything has arrived."""
 
     def discard(self) -> None:
-        """Give up what has come so far: the rest will not."""
+        """Discard the part that has arrived: the rest will not."""
 
     @property
     def remote(self) -> RemotePayload:
@@ -102,7 +102,7 @@ class PayloadConsumer(Consumer):
     # ---- what NVFlare calls ------------------------------------------------------------------------------------
 
     def attach(self, remote: RemotePayload, progress: ProgressRelay | None = None) -> RemotePayload:
-        """Say where the payload is, so that an offer of segments can be taken."""
+        """Set the location of the payload; without it, only items in NVFlare's format are received."""
         self._cancel = _LinkedSignal(parent=remote.abort)
         self._remote = replace(remote, abort=self._cancel)
         self._sender = remote.from_fqcn
@@ -114,7 +114,7 @@ class PayloadConsumer(Consumer):
         self._cancel.trigger(reason)
 
     def acquire_slot(self) -> None:
-        """Wait until the first answer may come, unless it is known to be small.
+        """Wait for a slot for the first answer, unless that is known to be small.
 
         A sender without this package sends a whole tensor in it. One that has offered segments before does so again:
         its downloads do not queue behind those that are slow.
@@ -124,7 +124,7 @@ class PayloadConsumer(Consumer):
             self._first_answer = remote.runtime.throttle.acquire(FIRST_ANSWER_BYTES)
 
     def release_slot(self) -> None:
-        """Nothing of the first answer is in memory any more."""
+        """Release the slot: the first answer is no longer in memory."""
         if self._remote is not None and self._first_answer is not None:
             self._remote.runtime.throttle.release(self._first_answer)
 
@@ -138,7 +138,9 @@ class PayloadConsumer(Consumer):
 
     def _consume(self, state: dict[str, Any], data: Any) -> dict[str, Any]:
         if not isinstance(data, list):
-            raise ProtocolError(f"{self._sender} sent {type(data).__name__} where a list of items was due")
+            raise ProtocolError(
+                f"{self._sender} sent invalid data: expected a list of items, got {type(data).__name__}"
+            )
         if self._remote is None:
             self.result = self.consume_items(data, self.result)
             return state
@@ -165,7 +167,7 @@ class PayloadConsumer(Consumer):
             raise
 
     def download_failed(self, ref_id: str, reason: str) -> None:
-        """Give up what has come."""
+        """Discard the part that has arrived."""
         error = self.failure
         if error is None:
             kind = TransferAbortedError if self._cancel.triggered else PeerLostError
@@ -236,7 +238,7 @@ def outcome(download: Callable[[], T]) -> tuple[str | None, T | None]:
 
 
 class ProgressRelay:
-    """Tells whoever watches a download of its progress, in one sequence for both ways of receiving.
+    """Reports the progress of a download, in one sequence for all ways of transport.
 
     Args:
         callback: NVFlare's progress callback.
@@ -256,7 +258,7 @@ class ProgressRelay:
         self._tell({**event, "bytes_done": event.get("bytes_done", 0) + self._bytes})
 
     def bytes_received(self, nbytes: int) -> None:
-        """Count bytes that came past NVFlare's own loop."""
+        """Report bytes that did not pass through NVFlare's own loop."""
         now = time.time()
         if nbytes > self._bytes and now - self._told >= _PROGRESS_SECONDS:
             self._bytes = nbytes

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Handler:
-    """Who handles one type.
+    """The handler of one type.
 
     Attributes:
         type_name: The type.
@@ -54,7 +54,7 @@ class Handler:
 
 @dataclass(frozen=True)
 class Registration:
-    """Who handles tensors, arrays and references in this process."""
+    """The handlers of tensors, arrays and references in this process."""
 
     handlers: tuple[Handler, ...]
 
@@ -73,11 +73,12 @@ _KINDS: tuple[type[Decomposer], ...] = (LazyTensorDecomposer, LazyArrayDecompose
 def register() -> Registration:
     """Make NVFlare of this process send and receive tensors and arrays through this package.
 
-    Whoever registered first; a second call changes nothing. Where what comes goes to is up to `offload`. Call it before
-    messages are sent: components do it in their constructors, and `nvflare_lazy.install()` for everything else.
+    Other handlers may be registered already; a second call changes nothing. `offload` decides where payloads are
+    received. Call it before messages are sent: components do it in their constructors, `nvflare_lazy.install()` does it
+    for everything else.
 
     Returns:
-        Who handles what now, and whose place was taken.
+        The handlers now, and the ones that were replaced.
 
     Example:
         >>> print(register())
@@ -93,7 +94,7 @@ def register() -> Registration:
 
 
 def registered() -> Registration:
-    """Say who handles tensors, arrays and references in this process, without changing it."""
+    """Return the handlers of tensors, arrays and references in this process, without changing them."""
     return Registration(tuple(_look(kind()) for kind in _KINDS))
 
 
@@ -121,14 +122,14 @@ def _name(decomposer: Any) -> str | None:
 def install() -> Registration:
     """Make NVFlare of this process send tensors and arrays in segments, and receive them on disk.
 
-    What is received is lazy: `model.load_state_dict(received.params)` reads one tensor after the other. Whoever
-    registered first; a second call changes nothing. Call it before messages are sent, so before `flare.init()`.
+    Received values are lazy: `model.load_state_dict(received.params)` reads one tensor after the other. Other handlers
+    may be registered already; a second call changes nothing. Call it before messages are sent: before `flare.init()`.
 
     Scratch is in `NVFLARE_LAZY_SCRATCH`, or where a `TensorOffload` of this process has it. For another place,
     `offload.enable(JobScratch.open(...))` goes after it; to receive into memory, `offload.disable()`.
 
     Returns:
-        Who handles what now, and whose place was taken.
+        The handlers now, and the ones that were replaced.
 
     Example:
         >>> print(nvflare_lazy.install())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""References instead of tensors: how a payload names what is to be downloaded, and how a forwarding hop passes that on.
+"""References to tensors that stay with their sender, which a forwarding hop sends on instead of the tensors.
 
 A hop (the client job, between server and trainer) decodes a message without downloading anything, and gets references
 to where the tensors are. It can send them on, whatever number of payloads they come from, and read one if it must.
@@ -24,7 +24,7 @@ _thread = threading.local()
 
 
 class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
-    """A tensor that is still with whoever sent it.
+    """A tensor that is still with its sender.
 
     NVFlare's own code takes it for its own kind of reference. It does not change, so copies of it are itself.
 
@@ -42,7 +42,7 @@ class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
 
     __slots__ = ("_backend", "_cell", "dtype", "secure", "shape")
 
-    # On the wire this is NVFlare's reference, which every peer knows; `type()` tells the difference.
+    # On the wire this is NVFlare's reference, which every receiver knows; `type()` tells the difference.
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return stock_via_downloader.LazyDownloadRef  # type: ignore[no-any-return]
@@ -66,7 +66,7 @@ class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
         described: tuple[Any, Any],
         cell: Any,
     ) -> LazyDownloadRef:
-        """Make one that knows what it refers to, and how to get there."""
+        """Return a reference that can be read through a cell."""
         made = cls(fqcn, ref_id, item_id, dot)
         made.dtype, made.shape = described
         made._backend = backend
@@ -77,8 +77,8 @@ class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
         """Return the tensor as a lazy one that is read from where it is, as far as it is used.
 
         Args:
-            cell: The cell of this process; the one the reference came in on, if not given.
-            timeout: Seconds without news after which its owner counts as lost.
+            cell: The cell of this process; Default: the one that received the reference.
+            timeout: Seconds without news after which the sender counts as lost.
             abort_signal: A signal to watch.
         """
         found = cell if cell is not None else self._cell() if self._cell is not None else None

@@ -27,7 +27,7 @@ class Way(Protocol):
 
     @property
     def description(self) -> str:
-        """How the log says that a payload came this way."""
+        """Words for the log: how a payload was transferred."""
 
     def serve(self, payload: Payload, ref_id: str, cell: Any, runtime: TransferRuntime) -> None:
         """Begin to answer requests for a payload at a cell, without keeping the payload alive."""
@@ -43,7 +43,7 @@ class Way(Protocol):
 
         Args:
             state: The state of the download.
-            items: Items in NVFlare's form that came with it.
+            items: The items in NVFlare's format in that answer.
         """
 
     def receive(self, offer: Any, download: PayloadConsumer) -> dict[str, Any] | None:

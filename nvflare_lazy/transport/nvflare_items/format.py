@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The form in which NVFlare itself sends a tensor: whole, as a safetensors or npz byte string of one entry.
 
-What a peer without this package sends and takes. Items from a peer are read strictly: what is in their headers decides
-what is written to disk.
+Processes without this package send and receive it. Received items are untrusted input and read strictly: their headers
+decide what is written to disk.
 """
 
 from __future__ import annotations
@@ -52,41 +52,41 @@ def pack_array(name: str, array: Any) -> memoryview:
     return stream.getbuffer()
 
 
-def unpack_tensors(item: Any, peer: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
+def unpack_tensors(item: Any, sender: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
     """Read tensors that NVFlare sent: name, dtype, shape and bytes of each in an item.
 
     Raises:
         ProtocolError: If the item is not what its header says.
     """
-    with _damage_reported(item, peer):
-        header = parse_message(item, f"an item from {peer}", max_header_bytes=_MAX_HEADER_BYTES)
+    with _damage_reported(item, sender):
+        header = parse_message(item, f"an item from {sender}", max_header_bytes=_MAX_HEADER_BYTES)
         view = memoryview(item)
         for name, (row, shape, offset, nbytes) in header.tensors.items():
             if row.torch is None:
-                raise ProtocolError(f"{peer} sent {name} as {row.name}, which this release of torch does not have")
+                raise ProtocolError(f"{sender} sent {name} as {row.name}, which this release of torch does not have")
             if row.packed > 1 and shape:
                 shape = (*shape[:-1], shape[-1] // row.packed)
             if prod(shape) * row.torch.itemsize != nbytes:
-                raise ProtocolError(f"{peer} sent {name} with a row that ends inside of a byte")
+                raise ProtocolError(f"{sender} sent {name} with a row that ends inside of a byte")
             yield name, row.torch, shape, view[offset : offset + nbytes]
 
 
-def unpack_arrays(item: Any, peer: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
+def unpack_arrays(item: Any, sender: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
     """Read arrays that NVFlare sent: name, dtype, shape and bytes of each in an item.
 
     Raises:
         ProtocolError: If the item is not what its header says.
     """
-    with _damage_reported(item, peer):
+    with _damage_reported(item, sender):
         view = memoryview(item)
         with zipfile.ZipFile(io.BytesIO(item)) as archive:
             for info in archive.infolist():
-                data = _member(view, info, peer)
+                data = _member(view, info, sender)
                 dtype, shape, fortran, start = _array_header(data)
                 elements = data[start:]
                 if dtype.hasobject or len(elements) != prod(shape) * dtype.itemsize:
                     raise ProtocolError(
-                        f"{peer} sent {info.filename} with {len(elements)} bytes for {shape} of {dtype}"
+                        f"{sender} sent {info.filename} with {len(elements)} bytes for {shape} of {dtype}"
                     )
                 if fortran and len(shape) > 1:
                     turned = np.frombuffer(elements, dtype).reshape(shape[::-1]).T
@@ -95,15 +95,15 @@ def unpack_arrays(item: Any, peer: str) -> Iterator[tuple[str, Any, tuple[int, .
 
 
 @contextmanager
-def _damage_reported(item: Any, peer: str) -> Iterator[None]:
+def _damage_reported(item: Any, sender: str) -> Iterator[None]:
     if not isinstance(item, (bytes, bytearray, memoryview)):
-        raise ProtocolError(f"{peer} sent a {type(item).__name__} where the bytes of a tensor were due")
+        raise ProtocolError(f"{sender} sent an invalid item: expected bytes, got {type(item).__name__}")
     try:
         yield
     except ProtocolError:
         raise
     except (FormatError, ValueError, EOFError, OSError, zipfile.BadZipFile, NotImplementedError, KeyError) as error:
-        raise ProtocolError(f"{peer} sent a damaged item: {error}") from error
+        raise ProtocolError(f"{sender} sent a damaged item: {error}") from error
 
 
 def _header(name: str, dtype: Any, shape: tuple[int, ...]) -> bytes:
@@ -117,16 +117,16 @@ def _header(name: str, dtype: Any, shape: tuple[int, ...]) -> bytes:
     return encode_header([(name, row.name, shown)], where=name)[0]
 
 
-def _member(archive: memoryview, info: zipfile.ZipInfo, peer: str) -> memoryview:
-    """Return the bytes of a stored member where they lie, after checking them."""
+def _member(archive: memoryview, info: zipfile.ZipInfo, sender: str) -> memoryview:
+    """Return a view of the bytes of a stored member, after checking them."""
     lengths = archive[info.header_offset + 26 : info.header_offset + 30]
     if info.compress_type != zipfile.ZIP_STORED or len(lengths) != 4:
-        raise ProtocolError(f"{peer} sent {info.filename} in a form that NVFlare does not use")
+        raise ProtocolError(f"{sender} sent {info.filename} in a form that NVFlare does not use")
     name_bytes, extra_bytes = struct.unpack("<HH", lengths)
     start = info.header_offset + 30 + name_bytes + extra_bytes
     data = archive[start : start + info.file_size]
     if len(data) != info.file_size or zlib.crc32(data) != info.CRC:
-        raise ProtocolError(f"{peer} sent {info.filename} truncated or damaged: its checksum is wrong")
+        raise ProtocolError(f"{sender} sent {info.filename} truncated or damaged: its checksum is wrong")
     return data
 
 

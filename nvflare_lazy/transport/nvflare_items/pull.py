@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVFlare's own items as a way of transport, one request ahead of what is being written.
+"""NVFlare's own items as a way of transport, one request ahead of the items that are being written.
 
 NVFlare does this for consumers that never change the state of a download. Ours does, when it takes an offer of
 segments, and finds out only with the first reply whether there is one.
@@ -34,7 +34,7 @@ class NVFlareItems:
         """Do nothing: NVFlare's own loop asks for items."""
 
     def offer(self, payload: Payload) -> dict[str, Any]:
-        """Return nothing: whoever does not take an offer gets items."""
+        """Return nothing: a receiver that takes no offer gets items."""
         return {}
 
     def withdraw(self, ref_id: str, runtime: TransferRuntime) -> None:
@@ -45,22 +45,22 @@ class NVFlareItems:
         return state, items
 
     def receive(self, offer: tuple[dict[str, Any], list[Any]], download: PayloadConsumer) -> dict[str, Any]:
-        """Take the items that came, and those after them as long as the sender sends any."""
+        """Receive these items, and those after them as long as the sender sends any."""
         state, data = offer
         if not data:
-            # The sender offered another way, which was blocked: asked for what follows item 0, it sends items.
+            # The sender offered another way, which was blocked: asked for item 0, it sends items.
             return {_nvflare_private.START: 0, _nvflare_private.COUNT: 0}
         remote = download.remote
         ahead = Prefetch(remote)
         try:
             while True:
-                # What comes next is about as large as what has come; only its arrival would tell.
+                # The next items are about as large as these; only their arrival would tell.
                 ahead.prefetch_if_possible(state, sum(map(len, data)))
                 download.result = download.consume_items(data, download.result)
                 download.nbytes += sum(map(len, data))
                 if download.progress is not None:
                     download.progress.bytes_received(download.nbytes)
-                # Emptied, not just let go: NVFlare's loop keeps the first list until the download is over.
+                # Emptied, not just dereferenced: NVFlare's loop keeps the first list until the download is over.
                 data.clear()
                 ahead.written()
                 download.release_slot()
@@ -73,14 +73,14 @@ class NVFlareItems:
 
 
 class Prefetch:
-    """Asks for the items after those that are here.
+    """Requests the next items while the current ones are written.
 
     Anything but items is left to NVFlare's own loop, which asks again: it knows what to do about the end, and about
-    failures. Items come in turns: a stock item is a whole tensor, and several copies of it are in memory until it is
+    failures. Items take slots: an item is a whole tensor, and several copies of it are in memory until it is
     written.
 
     Args:
-        remote: Where the items come from.
+        remote: The payload.
     """
 
     def __init__(self, remote: RemotePayload) -> None:
@@ -92,10 +92,10 @@ class Prefetch:
         self._ahead: Slot | None = None
 
     def prefetch_if_possible(self, state: dict[str, Any], size: int) -> None:
-        """Ask for what comes after `state`, without waiting for it, if nobody else waits for a slot.
+        """Request the items after `state`, without waiting for them, if no other transfer waits for a slot.
 
         Args:
-            state: What has come.
+            state: The state of the download.
             size: Bytes that the answer will have, as far as one can tell.
         """
         self._size = max(1, size)
@@ -104,7 +104,7 @@ class Prefetch:
             self._future = download_request_thread_pool.submit(self._request, state)
 
     def written(self) -> None:
-        """The items that had come are written."""
+        """Release the slot of the items that were written."""
         self._throttle.release(self._here)
 
     def take(self, state: dict[str, Any]) -> tuple[dict[str, Any], list[Any]] | None:
@@ -128,7 +128,7 @@ class Prefetch:
         return (following, items) if isinstance(following, dict) and isinstance(items, list) else None
 
     def release(self) -> None:
-        """End the turns."""
+        """Release the slots."""
         self._throttle.release(self._here)
         self._throttle.release(self._ahead)
 

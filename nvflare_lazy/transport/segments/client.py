@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receiver's end of segments: keeps a few requests under way, and hands each piece on as it comes, in any order.
+"""The receiver's end of segments: keeps a few requests in flight, and writes each segment on arrival, in any order.
 
 Pieces are handed on by the threads that NVFlare delivers them with; nothing is queued in between, and nothing that was
 not asked for is taken. A piece that gets lost is asked for again.
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.transport.offload import TransferRuntime
 
-# Bytes one download may have under way, those that are being written included, as long as the budget of the process
+# Bytes one download may have in flight, those that are being written included, as long as the budget of the process
 # has room for them.
 WINDOW_BYTES = 8 << 20
-# The same, and of one segment, if the way leads through a client's job process: that holds copies of what is under way
-# in both directions, and is to stay small.
+# The same, and of one segment, if messages pass through a client's job process: that holds copies of the bytes in
+# flight in both directions, and must stay small.
 _WINDOW_THROUGH_JOB_BYTES = 4 << 20
 _SEGMENT_THROUGH_JOB_BYTES = 1 << 20
 # A server's or a client's job is "server.JOB" or "site.JOB"; a trainer is below its job.
@@ -42,27 +42,27 @@ _COPIES = 2
 _POLL_SECONDS = 0.1
 # A sender that has just answered through NVFlare answers a request for a segment at once, if it gets there.
 FIRST_NEWS_SECONDS = 15.0
-# After this time without news, what is under way no longer counts in the budget: a peer that stalls would take it
+# After this time without news, bytes in flight no longer count in the budget: a sender that stalls would take it
 # from the others.
 _STALL_SECONDS = 3.0
 # After this time it is asked for again, and then less and less often: on a slow line it is still coming, and asking
 # would only make the line slower.
 _RETRY_SECONDS = 30.0
 _MAX_RETRY_SECONDS = 240.0
-# A peer to which there is no way at all, not even to ask, is given up sooner than one that is silent.
+# A sender that cannot be reached at all is given up sooner than one that is silent.
 _UNREACHABLE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class RemotePayload:
-    """Where a payload is, and how to talk to who has it.
+    """A payload at another cell, and how to reach that cell.
 
     Attributes:
         runtime: What the transfers of this process share.
         cell: The cell of this process.
         from_fqcn: The cell that has the payload.
         ref_id: What NVFlare calls the payload.
-        timeout: Seconds without news after which the peer counts as lost.
+        timeout: Seconds without news after which the sender counts as lost.
         secure: Whether messages are encrypted end to end.
         optional: Whether NVFlare shall be quiet about messages that cannot be sent.
         abort: A signal to watch, or None.
@@ -85,19 +85,19 @@ class RemotePayload:
 
 
 class Inbox:
-    """The downloads of this process by number, for the data that comes in."""
+    """The downloads of this process by number, for incoming data."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._fetches: dict[str, SegmentDownload] = {}
+        self._downloads: dict[str, SegmentDownload] = {}
         self._cells: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def open(self, fetch: SegmentDownload) -> str:
+    def open(self, download: SegmentDownload) -> str:
         """Return the number that data for this download has to carry."""
         number = uuid.uuid4().hex
-        core = fetch.remote.cell.core_cell
+        core = download.remote.cell.core_cell
         with self._lock:
-            self._fetches[number] = fetch
+            self._downloads[number] = download
             if core in self._cells:
                 return number
             self._cells.add(core)
@@ -107,26 +107,26 @@ class Inbox:
     def close(self, number: str) -> None:
         """Ignore further data for this number."""
         with self._lock:
-            self._fetches.pop(number, None)
+            self._downloads.pop(number, None)
 
     def _take(self, message: Message) -> None:
         data = protocol.Data.from_message(message)
-        fetch = None if data is None else self._fetches.get(data.transfer)
-        if data is not None and fetch is not None:
-            fetch.on_data(message.get_header(MessageHeaderKey.ORIGIN), data, message.payload)
+        download = None if data is None else self._downloads.get(data.transfer)
+        if data is not None and download is not None:
+            download.on_data(message.get_header(MessageHeaderKey.ORIGIN), data, message.payload)
 
 
 class SegmentDownload:
-    """Fetches a run of bytes.
+    """Downloads a range of bytes in segments.
 
     Args:
-        remote: From where.
+        remote: The payload.
         what: `protocol.MANIFEST`, `protocol.DATA` or `protocol.ITEM`.
         nbytes: How many bytes there are.
         write: Takes an offset and the bytes that belong there; called from several threads at once.
         item: The item's name, if it is about one.
-        start: Where the run begins in what is asked for.
-        progress: Called now and then with the number of bytes that have come.
+        start: Offset of the first byte in the item or payload.
+        progress: Called regularly with the number of bytes received.
         first_news: Seconds to wait for the first bytes of all.
     """
 
@@ -159,8 +159,8 @@ class SegmentDownload:
         self._done = 0
         self._writing = 0  # bytes, like all of these
         self._held = 0  # of the budget
-        self._under_way: dict[int, int] = {}
-        self._unpaid: set[int] = set()  # of these, what no longer counts in the budget
+        self._in_flight: dict[int, int] = {}
+        self._uncounted: set[int] = set()  # of these, those that no longer count in the budget
         self._lost: deque[int] = deque()
         self._failure: BaseException | None = None
         self._closed = False
@@ -178,7 +178,7 @@ class SegmentDownload:
         try:
             while not self._is_complete():
                 self._check()
-                self._ask_for_more()
+                self._request_more()
                 self._wait()
         finally:
             self.remote.runtime.shared(Inbox).close(self._number)
@@ -191,12 +191,12 @@ class SegmentDownload:
     def _check(self) -> None:
         remote = self.remote
         if self._failure is not None:
-            # From a thread of NVFlare's: raised here with the trace it got there.
+            # From one of NVFlare's threads; raised here with its original trace.
             raise self._failure
         if remote.abort is not None and remote.abort.triggered:
             reason = getattr(remote.abort, "value", None)
             why = f": {reason}" if isinstance(reason, str) and reason else ""
-            raise TransferAbortedError(f"the transfer from {remote.from_fqcn} was called off{why}")
+            raise TransferAbortedError(f"the transfer from {remote.from_fqcn} was cancelled{why}")
         silent = time.monotonic() - self._news
         if self._first_news is not None and not self._done and silent > self._first_news:
             raise SegmentTimeoutError(f"{remote.from_fqcn} did not answer a request for a segment in {silent:.0f} s")
@@ -211,14 +211,14 @@ class SegmentDownload:
                 f"there is no way to {remote.from_fqcn} any more, with {self._done} of {self._nbytes} bytes here"
             )
 
-    def _ask_for_more(self) -> None:
+    def _request_more(self) -> None:
         while True:
             with self._changed:
                 offset = self._lost[0] if self._lost else self._next
                 if offset >= self._nbytes or self._failure is not None:
                     return
                 count = min(self._segment, self._nbytes - offset)
-                here = sum(self._under_way.values()) + self._writing
+                here = sum(self._in_flight.values()) + self._writing
                 if here and here + count > self._window:
                     return
                 holding = self._held
@@ -230,10 +230,10 @@ class SegmentDownload:
                     self._lost.popleft()
                 else:
                     self._next += count
-                self._under_way[offset] = count
-            self._ask(offset, count)
+                self._in_flight[offset] = count
+            self._request(offset, count)
 
-    def _ask(self, offset: int, count: int) -> None:
+    def _request(self, offset: int, count: int) -> None:
         remote = self.remote
         request = protocol.Request(self._number, remote.ref_id, self._what, self._start + offset, count, self._item)
         errors = remote.cell.core_cell.fire_and_forget(
@@ -252,33 +252,33 @@ class SegmentDownload:
             if self._failure is None and (self._done < self._nbytes or self._writing):
                 self._changed.wait(_POLL_SECONDS)
             now = time.monotonic()
-            if self._under_way and not self._writing:
+            if self._in_flight and not self._writing:
                 silent = now - max(self._news, self._asked)
                 if silent > _STALL_SECONDS:
                     self._refund_budget()
                 if silent > self._retry_after:
                     self._retry(now)
-            elif not self._lost and not self._under_way:
-                # Waiting for room in the budget: that is nobody's silence.
+            elif not self._lost and not self._in_flight:
+                # Waiting for the budget, and not for the sender.
                 self._news = max(self._news, now)
             done = self._done
         if self._progress is not None:
             self._progress(done)
 
     def _refund_budget(self) -> None:
-        self._unpaid.update(self._under_way)
+        self._uncounted.update(self._in_flight)
         self._budget.release(self._held)
         self._held = 0
 
     def _retry(self, now: float) -> None:
-        self._lost.extend(self._under_way)
-        self._under_way.clear()
-        self._unpaid.clear()
+        self._lost.extend(self._in_flight)
+        self._in_flight.clear()
+        self._uncounted.clear()
         self._asked = now
         self._retry_after = min(2 * self._retry_after, _MAX_RETRY_SECONDS)
 
     def on_data(self, origin: str, data: protocol.Data, payload: Any) -> None:
-        """Take bytes that came in; called by NVFlare's threads."""
+        """Write received bytes; called by NVFlare's threads."""
         if origin != self.remote.from_fqcn:
             return
         offset = data.start - self._start
@@ -288,18 +288,18 @@ class SegmentDownload:
             if data.error is not None:
                 self._fail(PeerLostError(f"{origin} refuses to send: {data.error}"))
                 return
-            count = self._under_way.get(offset)
+            count = self._in_flight.get(offset)
             if count is None:
                 return
             piece = memoryview(b"" if payload is None else payload).cast("B")
             if len(piece) != count:
-                self._fail(ProtocolError(f"{origin} sent {len(piece)} bytes where {count} were asked for"))
+                self._fail(ProtocolError(f"{origin} sent {len(piece)} bytes, but {count} were requested"))
                 return
-            del self._under_way[offset]
+            del self._in_flight[offset]
             self._writing += count
             self._news = time.monotonic()
-            paid = 0 if offset in self._unpaid else _COPIES * count
-            self._unpaid.discard(offset)
+            paid = 0 if offset in self._uncounted else _COPIES * count
+            self._uncounted.discard(offset)
         failure: BaseException | None = None
         try:
             self._write(offset, piece)
@@ -321,10 +321,10 @@ class SegmentDownload:
         self._changed.notify_all()
 
     def _close(self) -> None:
-        """Take nothing more, and wait for what is being written: its place may be given back after this."""
+        """Accept no more data, and wait for writes in progress: the destination may be released after this."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._writing)
             self._budget.release(self._held)
             self._held = 0
-            self._under_way.clear()
+            self._in_flight.clear()

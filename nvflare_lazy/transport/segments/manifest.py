@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sender tells before it sends: the names, types and shapes of all its tensors, and where each one's bytes lie.
+"""The list of a payload's tensors that a sender sends first: names, types, shapes, and offsets of their bytes.
 
-The bytes of all tensors, one after the other, are one long run; both ends count in it. A manifest that comes from a
-peer is a claim by a stranger: everything in it is checked before a byte of disk or memory is set aside for it.
+The bytes of all tensors are contiguous, and both ends address them by offset. A received manifest is untrusted input:
+everything in it is checked before a byte of disk or memory is reserved for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.transport._backends import ArrayBackend
 
 VERSION = 1
-# More tensors than any model has. Each takes memory here before its first byte has come.
+# More tensors than any model has. Each takes memory here before its first byte arrives.
 MAX_ITEMS = 500_000
 MAX_BYTES = 64 << 20
 _MAX_NAME_BYTES = 4096
@@ -52,7 +52,7 @@ class ManifestItem:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All tensors of a payload, in the order in which their bytes lie."""
+    """All tensors of a payload, in the order of their bytes."""
 
     items: tuple[ManifestItem, ...]
     nbytes: int
@@ -61,7 +61,7 @@ class Manifest:
         """Return the items by name."""
         return {item.name: item for item in self.items}
 
-    def owners(self) -> Iterator[ManifestItem]:
+    def stored(self) -> Iterator[ManifestItem]:
         """Return the items that have bytes of their own."""
         return (item for item in self.items if not item.alias)
 
@@ -77,9 +77,9 @@ def lay_out(described: Iterable[tuple[str, Any, tuple[int, ...], int, object]]) 
     first: dict[object, ManifestItem] = {}
     end = 0
     for name, dtype, shape, nbytes, key in described:
-        twin = first.get((key, nbytes)) if key is not None and nbytes else None
-        if twin is not None:
-            items.append(ManifestItem(name, dtype, shape, nbytes, twin.offset, True))
+        first_item = first.get((key, nbytes)) if key is not None and nbytes else None
+        if first_item is not None:
+            items.append(ManifestItem(name, dtype, shape, nbytes, first_item.offset, True))
             continue
         item = ManifestItem(name, dtype, shape, nbytes, end, False)
         items.append(item)
@@ -100,7 +100,7 @@ def encode(manifest: Manifest, backend: ArrayBackend) -> bytes:
     return encoded
 
 
-def decode(data: bytes | bytearray | memoryview, backend: ArrayBackend, peer: str) -> Manifest:
+def decode(data: bytes | bytearray | memoryview, backend: ArrayBackend, sender: str) -> Manifest:
     """Read a manifest from the wire.
 
     Raises:
@@ -109,9 +109,9 @@ def decode(data: bytes | bytearray | memoryview, backend: ArrayBackend, peer: st
     try:
         return _Decoder(data, backend).manifest()
     except ProtocolError as error:
-        raise ProtocolError(f"{peer} announces tensors that cannot be: {error}") from None
+        raise ProtocolError(f"invalid list of tensors from {sender}: {error}") from None
     except (ValueError, TypeError, msgpack.exceptions.UnpackException, UnicodeDecodeError) as error:
-        raise ProtocolError(f"the list of tensors from {peer} is damaged: {error}") from None
+        raise ProtocolError(f"damaged list of tensors from {sender}: {error}") from None
 
 
 def default_name(index: int) -> str:

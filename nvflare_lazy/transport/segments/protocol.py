@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words two peers with this package speak: an offer, requests for ranges of bytes, and the bytes.
+"""The messages between two processes with this package: an offer, requests for ranges of bytes, and the bytes.
 
-The offer rides in the state of NVFlare's own download protocol, where a stock peer echoes what it does not know.
+The offer is part of the state of NVFlare's own download protocol; a receiver without this package echoes it unread.
 Requests and data are messages of their own on NVFlare's download channel, so that whatever guards a site puts on that
 channel hold for them, too.
 """
@@ -39,7 +39,7 @@ ITEM = "item"
 
 @dataclass(frozen=True)
 class Offer:
-    """What a sender says of a payload before it sends any of it."""
+    """A sender's description of a payload, before it sends any of it."""
 
     items: int
     nbytes: int
@@ -56,7 +56,7 @@ class Offer:
             return None
         items, nbytes, manifest = (_count(state.get(key)) for key in ("items", "nbytes", "manifest"))
         if items is None or nbytes is None or manifest is None:
-            raise ProtocolError(f"an offer that makes no sense: {str(state)[:200]}")
+            raise ProtocolError(f"invalid offer: {str(state)[:200]}")
         return cls(items, nbytes, manifest)
 
 
@@ -65,7 +65,7 @@ class Request:
     """Ask for a range of bytes.
 
     Attributes:
-        transfer: The receiver's own number for the transfer; comes back with the bytes.
+        transfer: The receiver's own number for the transfer; the bytes carry it as well.
         ref_id: What NVFlare calls the payload.
         what: The manifest, the run of all bytes, or one item.
         start: First byte.
@@ -90,7 +90,7 @@ class Request:
         """Read a request, believing nothing."""
         fields = message.get_header(KEY)
         if not isinstance(fields, dict):
-            raise ProtocolError("a request without its fields")
+            raise ProtocolError("invalid request: missing fields")
         transfer, ref_id, what = (_text(fields.get(key)) for key in ("to", "ref", "what"))
         start, count = (_count(fields.get(key)) for key in ("at", "n"))
         item = fields.get("item")
@@ -103,13 +103,13 @@ class Request:
             or count > MAX_REQUEST_BYTES
             or not (item is None or isinstance(item, str))
         ):
-            raise ProtocolError(f"a request that makes no sense: {str(fields)[:200]}")
+            raise ProtocolError(f"invalid request: {str(fields)[:200]}")
         return cls(transfer, ref_id, what, start, count, item)
 
 
 @dataclass(frozen=True)
 class Data:
-    """Bytes that were asked for, or why there are none."""
+    """Requested bytes, or why there are none."""
 
     transfer: str
     start: int

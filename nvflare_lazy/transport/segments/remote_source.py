@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that are still with their sender, read over the wire when asked for.
+"""Bytes that are still with their sender, read over the wire on use.
 
 What makes a reference at a forwarding hop a tensor that a filter can look at, one at a time, without taking the rest.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RemoteSource(ByteSource):
-    """The bytes of one tensor of a payload at another cell, which has this package, too.
+    """The bytes of one tensor of a payload at another cell that also has this package.
 
     Args:
         remote: Where the payload is.
@@ -60,7 +60,7 @@ def open_remote(ref: Any, backend: ArrayBackend, cell: Any, timeout: float, abor
         ref: The reference.
         backend: What kind of value it points to.
         cell: The cell of this process.
-        timeout: Seconds without news after which its owner counts as lost.
+        timeout: Seconds without news after which the sender counts as lost.
         abort_signal: A signal to watch.
     """
     remote = RemotePayload(offload.runtime, cell, ref.fqcn, ref.ref_id, timeout, ref.secure, abort=abort_signal)
@@ -83,7 +83,7 @@ def _whole_item(ref: Any, backend: ArrayBackend, remote: RemotePayload) -> Any:
     reply = request_download_chunk(
         from_fqcn=remote.from_fqcn,
         ref_id=remote.ref_id,
-        # No items have come: a sender takes this for "go on from here".
+        # A count of zero items: the sender continues at this one.
         state={_nvflare_private.START: int(index), _nvflare_private.COUNT: 0},
         per_request_timeout=remote.timeout,
         cell=remote.cell,

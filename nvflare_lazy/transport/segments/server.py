@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sender's end of segments: answers each request for a range of bytes with that range, and remembers nothing.
 
-Requests are answered by a few threads of our own. NVFlare's, which deliver them, also carry the heartbeats; they must
-not wait for a receiver on a slow line. A process ends without joining them: NVFlare reports what else is still running
+A pool of threads answers the requests. NVFlare's threads, which deliver them, also carry the heartbeats; they must not
+wait for a receiver on a slow line. A process ends without joining them: NVFlare reports what else is still running
 at the end of a job, and then ends the process the hard way.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_THREADS = 32
-# Requests of one receiver in line: far more than its downloads have under way. The others it has to ask for again.
+# Requests of one receiver in the queue: far more than its downloads have in flight. It has to repeat the others.
 _MAX_WAITING = 1024
 
 
@@ -44,7 +44,7 @@ class SegmentServer:
         self._threads = SenderPool(_MAX_THREADS, "nvflare_lazy_send")
 
     def offer(self, ref_id: str, payload: Payload) -> None:
-        """Answer requests for this payload from now on, as long as somebody else keeps it."""
+        """Answer requests for this payload; it is not kept alive."""
         with self._lock:
             self._payloads[ref_id] = payload
 
@@ -54,7 +54,7 @@ class SegmentServer:
             self._payloads.pop(ref_id, None)
 
     def listen(self, cell: Any) -> None:
-        """Take requests that come to this cell."""
+        """Receive requests at this cell."""
         core = cell.core_cell
         with self._lock:
             if core in self._cells:
@@ -74,7 +74,7 @@ class SegmentServer:
         with self._lock:
             queue = self._queues.get(key)
             if queue is not None:
-                # Whoever asks again for what is still in line gets it once.
+                # A repeated request that is still in the queue is answered once.
                 if len(queue) < _MAX_WAITING and all(waiting.request != request for waiting in queue):
                     queue.append(job)
                 return
@@ -82,7 +82,7 @@ class SegmentServer:
         self._threads.call(self._answer_next, key)
 
     def _answer_next(self, key: tuple[int, str]) -> None:
-        """Answer one request of a receiver, then stand in line again: nobody is served before the others."""
+        """Answer one request of a receiver, then queue again, so that all receivers take turns."""
         while True:
             with self._lock:
                 queue = self._queues[key]
@@ -104,7 +104,7 @@ class SegmentServer:
         with _nvflare_private.serving(request.ref_id, job.requester) as ref:
             payload = None if ref is None else self._payloads.get(request.ref_id)
             if ref is None or payload is None:
-                job.refuse("the tensors are not there any more: their transfer is over, or timed out")
+                job.refuse("payload already released: the transfer completed or timed out")
                 return
             try:
                 data = _read(payload, request)
@@ -126,11 +126,11 @@ def _read(payload: Payload, request: protocol.Request) -> bytearray | memoryview
         return payload.read_item(request.item, request.start, request.count)
     if request.what == protocol.MANIFEST:
         return memoryview(payload.encoded_manifest)[request.start : request.start + request.count]
-    raise ProtocolError(f"{request.what!r} was asked for, which this release does not know")
+    raise ProtocolError(f"unknown kind of request: {request.what!r}")
 
 
 class _Job:
-    """One request, and the way back to who sent it."""
+    """One request, and the way back to its receiver."""
 
     __slots__ = ("core", "request", "requester", "secure")
 

@@ -33,7 +33,7 @@ class Segments:
         server.offer(ref_id, payload)
 
     def offer(self, payload: Payload) -> dict[str, Any]:
-        """Say how many tensors and bytes there are, and how long the manifest is."""
+        """Return the numbers of tensors and bytes, and the size of the manifest."""
         if not payload.names:
             return {}
         offer = protocol.Offer(len(payload.names), payload.manifest.nbytes, len(payload.encoded_manifest))
@@ -52,7 +52,7 @@ class Segments:
         try:
             _fetch(offer, download)
         except SegmentTimeoutError as error:
-            logger.warning("%s; going on with whole tensors", error)
+            logger.warning("%s; falling back to whole-tensor transfer", error)
             return None
         return {_nvflare_private.START: offer.items, _nvflare_private.COUNT: 0}
 

@@ -36,7 +36,7 @@ def test_round_trip(items):
     read = manifests.decode(manifests.encode(laid, TORCH), TORCH, "site-1")
     fields = [[getattr(item, name) for name in manifests.ManifestItem.__slots__] for item in laid.items]
     assert [[getattr(item, name) for name in manifests.ManifestItem.__slots__] for item in read.items] == fields
-    assert read.nbytes == sum(item.nbytes for item in read.owners())
+    assert read.nbytes == sum(item.nbytes for item in read.stored())
 
 
 @given(st.binary(max_size=200))
