@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job's configuration names: NVFlare components that keep a federated job's models on disk.
+"""NVFlare components, for a job's configuration, that keep the models of a federated job on disk.
 
-TensorOffload           what this process receives goes to disk; enough for an existing job
-LazyAggregator          combines results within a memory budget, by any rule
-LazyModelPersistor      the global model as safetensors checkpoints, never whole in memory
-LazyModelLocator        its models for cross-site evaluation
-LazyFedAvg              FedAvg that resumes, and goes on without the clients it does not need
+TensorOffload           receives tensors on disk; the only component that an existing job needs
+LazyAggregator          aggregates results within a memory budget, by any rule
+LazyModelPersistor      saves the global model as safetensors checkpoints, without loading it
+LazyModelLocator        offers these checkpoints to cross-site evaluation
+LazyFedAvg              FedAvg that resumes after a restart, and need not wait for all clients
 LazyScaffold            SCAFFOLD with its control variates on disk
-LazyCrossSiteEval       cross-site evaluation that keeps the models it passes on on disk
+LazyCrossSiteEval       cross-site evaluation that forwards models from disk
 """
 
 from __future__ import annotations

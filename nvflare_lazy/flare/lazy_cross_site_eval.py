@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LazyCrossSiteEval`: cross-site evaluation that passes models on from disk.
+"""`LazyCrossSiteEval`: cross-site evaluation that forwards models from disk.
 
 NVFlare's controller writes each model as one serialized message and reads it back for every client that evaluates it,
-whole in memory both times. This one writes a safetensors file and passes on lazy tensors of it.
+completely in memory both times. This one writes a safetensors file and sends lazy tensors of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SUFFIX = ".safetensors"
 
 
 class LazyCrossSiteEval(CrossSiteModelEval):
-    """Takes the arguments of NVFlare's `CrossSiteModelEval`.
+    """Accepts the arguments of NVFlare's `CrossSiteModelEval`.
 
     Example:
         >>> {"id": "cross_site_eval", "path": "nvflare_lazy.flare.LazyCrossSiteEval",
@@ -38,7 +38,7 @@ class LazyCrossSiteEval(CrossSiteModelEval):
 
     @classmethod
     def from_stock(cls, stock: CrossSiteModelEval) -> LazyCrossSiteEval:
-        """Return one with the arguments NVFlare's was made with."""
+        """Return a controller with the arguments of NVFlare's."""
         named = inspect.signature(CrossSiteModelEval.__init__).parameters
         return cls(**{name: getattr(stock, f"_{name}") for name in named if hasattr(stock, f"_{name}")})
 
@@ -46,8 +46,8 @@ class LazyCrossSiteEval(CrossSiteModelEval):
         try:
             super()._save_client_model(model_name, dxo, fl_ctx)
         except (NVFlareLazyError, OSError) as error:
-            # An error that gets out of here would end the task for all clients.
-            self.log_warning(fl_ctx, f"the model of {model_name} is not evaluated: {error}", fire_event=False)
+            # An exception here would end the task for all clients.
+            self.log_warning(fl_ctx, f"Skipped the evaluation of the model of {model_name}: {error}", fire_event=False)
 
     def _save_dxo_content(self, name: str, save_dir: str, dxo: DXO, fl_ctx: FLContext) -> str:
         if dxo.data_kind not in (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF) or not all(map(is_weight, dxo.data.values())):

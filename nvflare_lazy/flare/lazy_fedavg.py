@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LazyFedAvg`: NVFlare's FedAvg on disk, that goes on without the clients it does not need and after a restart.
+"""`LazyFedAvg`: NVFlare's FedAvg on disk, which need not wait for all clients and resumes after a restart.
 
-NVFlare's own controller works with this package, too; this one adds what that one has no setting for.
+NVFlare's own controller also works with this package; this one adds settings that it does not have.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
 class LazyFedAvg(FedAvg):
     """FedAvg whose server does not hold a model.
 
-    Takes the arguments of NVFlare's `FedAvg` and these. Tensors are received on disk without being asked for, and
-    `exclude_vars` and `aggregation_weights` go to the aggregator.
+    Accepts the arguments of NVFlare's `FedAvg` and these. Tensors are received on disk by default, and `exclude_vars`
+    and `aggregation_weights` are passed to the aggregator.
 
     Args:
-        min_responses: Results to wait for in a round, instead of those of all clients.
-        wait_time_after_min_received: Seconds to wait for more once there are so many.
-        task_timeout: Seconds after which a round goes on with the results it has; 0 for no limit.
-        aggregator: Another aggregator than `LazyAggregator()`.
+        min_responses: Number of results to wait for in each round. Default: those of all clients.
+        wait_time_after_min_received: Seconds to wait for further results after `min_responses`.
+        task_timeout: Seconds after which a round continues with the results it has. Default: 0, no limit.
+        aggregator: The aggregator. Default: `LazyAggregator()`.
 
-    A job whose persistor has a `checkpoint_dir` goes on after the last complete round in it: `num_rounds` counts from
-    the beginning, so a job that is started again ends where it would have ended.
+    If the persistor has a `checkpoint_dir`, the job resumes after the last complete round in it. `num_rounds` counts
+    from the first start, so a restarted job runs the same number of rounds in total.
 
     Example:
         >>> {"id": "controller", "path": "nvflare_lazy.flare.LazyFedAvg",
@@ -82,11 +82,11 @@ class LazyFedAvg(FedAvg):
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         super().handle_event(event_type, fl_ctx)
         if self._own_aggregator is not None:
-            # NVFlare tells the components of the configuration; this one is not there.
+            # NVFlare sends events to components of the configuration, which this one is not.
             self._own_aggregator.handle_event(event_type, fl_ctx)
 
     def broadcast_model(self, data: Any, **kwargs: Any) -> Any:
-        """Send a model out, waiting for as many results as were asked for."""
+        """Send a model, and wait for `min_responses` results."""
         if self.min_responses is not None:
             kwargs["min_responses"] = min(self.min_responses, len(kwargs.get("targets") or ()) or self.min_responses)
             kwargs["wait_time_after_min_received"] = self.wait_time_after_min_received
@@ -95,11 +95,11 @@ class LazyFedAvg(FedAvg):
         return super().broadcast_model(data=data, **kwargs)
 
     def send_model(self, **kwargs: Any) -> None:
-        """Send a model out without waiting."""
+        """Send a model without waiting."""
         self.broadcast_model(blocking=False, **kwargs)
 
     def load_model(self) -> FLModel:
-        """Load the model to begin with, and find out which round it is for."""
+        """Load the initial model, or resume from the last round."""
         model = super().load_model()
         persistor = job_context.persistor_of(self.fl_ctx)
         last = persistor.resumed if persistor is not None else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LazyModelLocator`: the models of a `LazyModelPersistor` for cross-site evaluation, unread."""
+"""`LazyModelLocator`: offers the models of a `LazyModelPersistor` to cross-site evaluation, as lazy tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nvflare_lazy.flare.lazy_model_persistor import LazyModelPersistor
 
 
 class LazyModelLocator(ModelLocator):
-    """Offers what the persistor has: the initial checkpoint, the last global model and the best one.
+    """Offers the persistor's models: the initial checkpoint, the last global model and the best one.
 
     Args:
         pt_persistor_id: The persistor's component id, as for NVFlare's `PTFileModelLocator`.
@@ -41,17 +41,19 @@ class LazyModelLocator(ModelLocator):
             self._persistor = found
 
     def get_model_names(self, fl_ctx: FLContext) -> list[str]:
-        """Return the names of the models there are."""
+        """Return the names of the available models."""
         return list(self._found().get_model_inventory(fl_ctx))
 
     def locate_model(self, model_name: str, fl_ctx: FLContext) -> DXO:
         """Return a model as lazy tensors."""
         learnable = self._found().get(model_name, fl_ctx)
         if learnable is None:
-            raise JobCheckpointError(f"there is no model {model_name!r}; there is {self.get_model_names(fl_ctx)}")
+            raise JobCheckpointError(
+                f"unknown model {model_name!r}; available: {', '.join(self.get_model_names(fl_ctx))}"
+            )
         return model_learnable_to_dxo(learnable)
 
     def _found(self) -> LazyModelPersistor:
         if self._persistor is None:
-            raise JobCheckpointError("the models cannot be looked for before the run starts")
+            raise JobCheckpointError("models are not available before the run starts")
         return self._persistor

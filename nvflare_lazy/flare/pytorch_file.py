@@ -19,19 +19,19 @@ from nvflare_lazy.formats.atomic_file import sync_directory
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.entry import TensorEntry
 
-# As `PTModelPersistenceFormatManager` calls it.
+# The name in `PTModelPersistenceFormatManager`.
 _META = "meta_props"
 
 
 def write_pytorch_file(tensors: LazyTensorDict, path: Path, *, meta: Mapping[str, Any] | None = None) -> None:
-    """Write `{"model": tensors, "meta_props": meta}` with `torch.save`, or leave what is there as it is.
+    """Write `{"model": tensors, "meta_props": meta}` with `torch.save`, atomically.
 
-    `torch.save` wants all tensors at once; these are mapped from their file, so that they are not in memory.
+    `torch.save` requires all tensors at once; they are mapped from their file, so that they do not take memory.
 
     Args:
         tensors: The tensors of a safetensors file.
-        path: Where to.
-        meta: What to keep beside them.
+        path: The file to write.
+        meta: Metadata to save with the tensors.
     """
     content = {NVFLARE_SECTION: OrderedDict((name, _mapped(entry)) for name, entry in tensors.entries.items())}
     kept = json_part(meta or {})
@@ -55,6 +55,6 @@ def _mapped(entry: TensorEntry) -> torch.Tensor:
     if place is None or not entry.nbytes or entry.strides is not None:
         return entry.lazy().materialize()
     file, offset = place
-    # Copy on write, which nobody does: a read-only map would make torch warn.
+    # Copy on write, although nothing is written: torch warns about read-only maps.
     data = np.memmap(file.path, np.uint8, "c", offset, (entry.nbytes,))
     return torch.from_numpy(data).view(entry.dtype).reshape(entry.shape)

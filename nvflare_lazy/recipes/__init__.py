@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drop-ins for NVFlare's PyTorch recipes: the same arguments and a few more, and a server that stays flat.
+"""Replacements for NVFlare's PyTorch recipes: the same arguments and more, and flat memory on the server.
 
     from nvflare_lazy.recipes import FedAvgRecipe  # instead of nvflare.app_opt.pt.recipes
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FedAvgRecipe`: NVFlare's recipe of the same name with a server that stays flat, and any rule of aggregation."""
+"""`FedAvgRecipe`: NVFlare's recipe of the same name with flat memory on the server, and any aggregation rule."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from nvflare_lazy.recipes.options import OFFLOAD_ID, OffloadOptions
 class FedAvgRecipe(StockFedAvgRecipe):
     """FedAvg for PyTorch.
 
-    Takes the arguments of NVFlare's `FedAvgRecipe`, those of `OffloadOptions`, and these. Two defaults differ: tensors
-    are exchanged as PyTorch tensors, which training scripts get either way, and what is received goes to disk.
+    Accepts the arguments of NVFlare's `FedAvgRecipe`, of `OffloadOptions`, and these. Two defaults differ: clients
+    exchange PyTorch tensors, which training scripts get in either case, and tensors are received on disk.
 
     Args:
-        rule: How results are combined; see `LazyAggregator`.
-        rule_args: Arguments of that rule.
-        min_responses: Results to wait for in a round, instead of those of all clients.
-        wait_time_after_min_received: Seconds to wait for more once there are so many.
-        task_timeout: Seconds after which a round goes on with the results it has.
+        rule: The aggregation rule; see `LazyAggregator`.
+        rule_args: Arguments of the rule.
+        min_responses: Number of results to wait for in each round. Default: those of all clients.
+        wait_time_after_min_received: Seconds to wait for further results after `min_responses`.
+        task_timeout: Seconds after which a round continues with the results it has. Default: 0, no limit.
 
     Example:
         >>> recipe = FedAvgRecipe(
@@ -80,7 +80,7 @@ class FedAvgRecipe(StockFedAvgRecipe):
         self._min_responses = min_responses
         self._wait_time_after_min_received = wait_time_after_min_received
         self._task_timeout = task_timeout
-        # NVFlare's recipe takes the second one as another name for the first.
+        # NVFlare's recipe accepts the second as an alias of the first.
         best_name = best_model_filename or arguments.get("save_filename")
         wants_pytorch = best_name is not None and not best_name.endswith(SUFFIX)
         self._best_name = str(Path(best_name).with_suffix(SUFFIX)) if best_name else BEST_NAME
@@ -96,7 +96,7 @@ class FedAvgRecipe(StockFedAvgRecipe):
         )
         super().__init__(
             model=model,
-            # NVFlare's recipe wants to know that there is something to begin with.
+            # NVFlare's recipe requires an initial model or checkpoint.
             initial_ckpt=initial_ckpt or checkpoint,
             model_persistor=model_persistor,
             server_expected_format=server_expected_format,
@@ -133,10 +133,10 @@ class FedAvgRecipe(StockFedAvgRecipe):
         return persistor_id
 
     def add_cse_validator_if_needed(self) -> None:
-        """Give cross-site evaluation our locator and controller: `add_cross_site_evaluation` calls this at its end.
+        """Replace the locator and controller that `add_cross_site_evaluation` has added before it calls this.
 
-        It has added NVFlare's locator for PyTorch, which reports an error about every other persistor than its own, and
-        NVFlare's controller, which has whole models in memory.
+        It adds NVFlare's locator, which rejects other persistors than NVFlare's, and NVFlare's controller, which loads
+        whole models into memory.
         """
         server = self._job._deploy_map[SERVER_SITE_NAME].app_config
         for workflow in server.workflows:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FedOptRecipe`: an optimizer on the server takes the step to the next global model, with its state on disk."""
+"""`FedOptRecipe`: a server optimizer updates the global model, with its state on disk."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _NUM_ROUNDS = "{num_rounds}"
 class FedOptRecipe(FedAvgRecipe):
     """FedOpt for PyTorch.
 
-    Takes the arguments of NVFlare's `FedOptRecipe` and of our `FedAvgRecipe`. `optimizer_args` names one of these; a
-    state is as large as the model once or twice, and on disk.
+    Accepts the arguments of NVFlare's `FedOptRecipe` and of our `FedAvgRecipe`. `optimizer_args` names one of these
+    optimizers. Its state, on disk, is once or twice as large as the model.
 
     | `optimizer_args["path"]` | is                                                                            |
     |--------------------------|-------------------------------------------------------------------------------|
@@ -26,10 +26,10 @@ class FedOptRecipe(FedAvgRecipe):
     | `torch.optim.Adam`       | FedAdam of the paper: `eps` is its tau, and there is no bias correction       |
     | `torch.optim.Adagrad`    | FedAdagrad of the paper                                                       |
 
-    or `{"name": "fedyogi", "lr": 0.01}` and the like, as `nvflare_lazy.aggregation.server_optimizers` has them.
+    or an optimizer of `nvflare_lazy.aggregation.server_optimizers` by name, such as `{"name": "fedyogi", "lr": 0.01}`.
 
     Args:
-        optimizer_args: The optimizer; SGD with a step of 1 if not given.
+        optimizer_args: The optimizer. Default: SGD with a learning rate of 1.
         lr_scheduler_args: A scheduler of `torch.optim.lr_scheduler`, as "path" and "args".
 
     Example:
@@ -53,7 +53,7 @@ class FedOptRecipe(FedAvgRecipe):
         server_memory_gc_rounds: int = 1,
         **arguments: Any,
     ) -> None:
-        # The two are for an optimizer that holds a model; they are accepted, and mean nothing here.
+        # These two are for an optimizer that holds a model; they are accepted and ignored.
         del device, source_model
         self._optimizer = server_optimizer(optimizer_args)
         if lr_scheduler_args is not None:
@@ -61,7 +61,7 @@ class FedOptRecipe(FedAvgRecipe):
             if args.get("T_max") == _NUM_ROUNDS:
                 args["T_max"] = num_rounds
             path = lr_scheduler_args.get("path") or lr_scheduler_args["class_path"]
-            # Said so, NVFlare does not try to make one of it while it reads the configuration.
+            # With this marker, NVFlare does not instantiate the scheduler while it reads the configuration.
             self._optimizer["lr_scheduler"] = {"path": path, "args": args, "config_type": "dict"}
         super().__init__(
             name=name,
@@ -77,7 +77,7 @@ class FedOptRecipe(FedAvgRecipe):
 
 
 def server_optimizer(optimizer_args: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the server optimizer that NVFlare's way of writing one stands for.
+    """Convert NVFlare's optimizer arguments to our server optimizer.
 
     Args:
         optimizer_args: A torch optimizer as "path" and "args", or one of ours as "name" and parameters.
@@ -98,9 +98,9 @@ def server_optimizer(optimizer_args: dict[str, Any] | None) -> dict[str, Any]:
         found = {"name": "fedadagrad", "lr": args.pop("lr", 1e-2), "beta1": 0.0, "tau": args.pop("eps", 1e-10)}
     else:
         raise ValueError(
-            f"there is no server optimizer for {path!r}: use {_SGD}, {_ADAM} or {_ADAGRAD}, or give one by name, such "
-            'as {"name": "fedyogi", "lr": 0.01}; or use NVFlare\'s own FedOptRecipe, which holds the model in memory'
+            f"no server optimizer for {path!r}; use {_SGD}, {_ADAM} or {_ADAGRAD}, or an optimizer by name, such as "
+            '{"name": "fedyogi", "lr": 0.01}, or NVFlare\'s FedOptRecipe, which keeps the model in memory'
         )
     if args:
-        raise ValueError(f"the server optimizer for {path} has no {', '.join(sorted(args))}")
+        raise ValueError(f"the server optimizer for {path} does not support {', '.join(sorted(args))}")
     return {**found, "config_type": "dict"}

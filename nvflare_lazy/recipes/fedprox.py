@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FedProxRecipe`: FedAvg whose clients are asked to stay near the global model."""
+"""`FedProxRecipe`: FedAvg with a proximal term, which keeps clients close to the global model."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 from nvflare_lazy.flare.lazy_scaffold import LazyScaffold
 from nvflare_lazy.recipes.fedavg import FedAvgRecipe
 
-# What would be taken, and lost.
+# Arguments of FedAvgRecipe that SCAFFOLD would ignore.
 _FEDAVG_ONLY_ARGS = (
     *("rule", "rule_args", "aggregator", "exclude_vars", "aggregation_weights"),
     *("min_responses", "wait_time_after_min_received", "task_timeout", "stop_cond", "patience"),
@@ -18,8 +18,8 @@ _FEDAVG_ONLY_ARGS = (
 class ScaffoldRecipe(FedAvgRecipe):
     """SCAFFOLD for PyTorch.
 
-    Takes the arguments of NVFlare's `ScaffoldRecipe` and those of `OffloadOptions`; training scripts use NVFlare's
-    `PTScaffoldHelper` as always.
+    Accepts the arguments of NVFlare's `ScaffoldRecipe` and of `OffloadOptions`. Training scripts use NVFlare's
+    `PTScaffoldHelper`.
 
     Example:
         >>> recipe = ScaffoldRecipe(model=Net(), min_clients=4, num_rounds=10, train_script="client.py")
@@ -28,7 +28,7 @@ class ScaffoldRecipe(FedAvgRecipe):
     def __init__(self, *, name: str = "scaffold", **arguments: Any) -> None:
         for unknown in _FEDAVG_ONLY_ARGS:
             if arguments.get(unknown) is not None:
-                raise TypeError(f"SCAFFOLD combines by its own rule, with all clients: {unknown} has no meaning here")
+                raise TypeError(f"SCAFFOLD does not support {unknown}: it has its own rule and waits for all clients")
         super().__init__(name=name, **arguments)
 
     def _get_model_aggregator(self) -> None:

@@ -63,7 +63,7 @@ def test_a_model_that_cannot_be_read_is_not_evaluated(fl_ctx, result, tmp_path, 
     for name, data in (("site-1", bad), ("site-2", good)):
         controller._save_client_model(name, DXO(DataKind.WEIGHTS, data=data), fl_ctx)
     assert sent == ["site-2"]
-    assert "the model of site-1 is not evaluated" in caplog.text
+    assert "Skipped the evaluation of the model of site-1" in caplog.text
     assert not (tmp_path / "site-1.safetensors").exists()
 
 

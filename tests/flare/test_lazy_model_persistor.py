@@ -303,7 +303,7 @@ def test_models_for_cross_site_evaluation(start, fl_ctx, result, tmp_path, engin
             assert isinstance(tensors["layer.bias"], LazyTensor)
             assert tensors["layer.bias"].tolist() == [bias]
     assert persistor.get("nobody", fl_ctx) is None
-    with pytest.raises(JobCheckpointError, match="there is no model 'nobody'"):
+    with pytest.raises(JobCheckpointError, match="unknown model 'nobody'"):
         locator.locate_model("nobody", fl_ctx)
 
 

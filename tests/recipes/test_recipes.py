@@ -183,10 +183,14 @@ def test_server_optimizers_as_nvflare_names_them(script, export, given, expected
 WRONG = [
     (FedAvgRecipe, {"checkpoint": "/a", "initial_ckpt": "/b"}, "cannot be combined"),
     (FedAvgRecipe, {"model": "Small"}, "model"),
-    (FedOptRecipe, {"model": Small(), "optimizer_args": {"path": "torch.optim.LBFGS"}}, "no server optimizer"),
-    (FedOptRecipe, {"model": Small(), "optimizer_args": {"path": "torch.optim.SGD", "args": {"x": 1}}}, "has no x"),
+    (FedOptRecipe, {"model": Small(), "optimizer_args": {"path": "torch.optim.LBFGS"}}, "no server optimizer for"),
+    (
+        FedOptRecipe,
+        {"model": Small(), "optimizer_args": {"path": "torch.optim.SGD", "args": {"x": 1}}},
+        "not support x",
+    ),
     (ScaffoldRecipe, {"model": Small(), "rule": "median"}, "its own rule"),
-    (ScaffoldRecipe, {"model": Small(), "exclude_vars": "bn"}, "exclude_vars has no meaning"),
+    (ScaffoldRecipe, {"model": Small(), "exclude_vars": "bn"}, "does not support exclude_vars"),
 ]
 
 
