@@ -2,8 +2,8 @@
 """A job's checkpoints on disk: the global model, the best one, the last few rounds, and which round came last.
 
 Where the persistor puts what aggregation wrote. A file that holds exactly the model gets one more name instead of a
-copy. The record of the last round is replaced last and as a whole, so a job killed at any moment finds either the
-round before or this one, and a file that goes with it.
+copy. The record of the last round is replaced last and atomically, so a job that is killed at any moment finds the
+previous round or this one, with the matching file.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Checkpoint:
     """A complete round.
 
     Attributes:
-        round: Its number, or None for a model saved outside of rounds.
+        round: Its number, or None for a model that is not the result of a round.
         path: The file of the global model after it.
-        meta: What NVFlare keeps beside the model, as far as JSON can hold it.
+        meta: NVFlare's metadata of the model, as far as JSON can hold it.
     """
 
     round: int | None
@@ -89,7 +89,7 @@ class CheckpointStore:
         Args:
             weights: Tensors or arrays by name. If one file below this store holds exactly them, it is not copied.
             round_number: The round.
-            meta: What to keep beside the model.
+            meta: Metadata to keep with the model.
         """
         number = 0 if round_number is None else round_number
         path = self._rounds / f"round-{number:05d}.safetensors"
@@ -105,7 +105,7 @@ class CheckpointStore:
         return self.best_path
 
     def latest(self) -> Checkpoint | None:
-        """Return the last complete round, or None if there is none.
+        """Return the last complete round, or None before the first.
 
         Raises:
             JobCheckpointError: If the record of it cannot be understood.
@@ -126,7 +126,7 @@ class CheckpointStore:
             )
         name = record["file"]
         if _ROUND_FILE.fullmatch(name) is None:
-            raise JobCheckpointError(f"{path} names {name!r}, which is no file of this store")
+            raise JobCheckpointError(f"{path} names {name!r}, which is not a file of this store")
         return Checkpoint(record["round"], self._rounds / name, record.get("meta", {}))
 
     def models(self) -> dict[str, Path]:
@@ -172,7 +172,7 @@ class CheckpointStore:
 
 
 def json_part(value: Any) -> Any:
-    """Return what JSON can hold of a value: other values in dictionaries and lists are left out."""
+    """Return the part of a value that JSON can hold, without other values in dictionaries and lists."""
     if isinstance(value, Mapping):
         kept = {str(key): json_part(part) for key, part in value.items()}
         return {key: part for key, part in kept.items() if part is not None}
@@ -182,7 +182,7 @@ def json_part(value: Any) -> Any:
 
 
 def _name_also(path: Path, name: Path) -> bool:
-    """Give a file one more name, in place of what had it before; by a copy where the file system has no links."""
+    """Give a file one more name, which replaces the file of that name; copy it if the file system has no links."""
     hidden = name.with_name(f".{name.name}.{secrets.token_hex(6)}.tmp")
     try:
         os.link(path, hidden)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model a job begins with: a checkpoint of any readable kind, or a class that another process instantiates.
+"""The initial model of a job: a checkpoint of any readable kind, or a class that another process instantiates.
 
-A model class makes all of its parameters in memory at once. So that the server's memory never sees them, a process
-of its own instantiates it, streams the parameters to a file and ends; the server opens the file.
+A model class makes all of its parameters in memory at once. To keep them out of the server's memory, a separate
+process instantiates it, streams the parameters to a file and ends; the server opens the file.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _LAST_WORDS = 4000
 
 
 def from_checkpoint(path: Path) -> LazyTensorDict:
-    """Open a checkpoint: safetensors, sharded, or PyTorch; a file of NVFlare's own persistor, too.
+    """Open a checkpoint: safetensors, sharded, or PyTorch, including the files of NVFlare's persistor.
 
     Raises:
-        InitialModelError: If it is not there, or no model.
+        InitialModelError: The file is missing or is not a model.
     """
     try:
         try:
@@ -44,7 +44,8 @@ def from_checkpoint(path: Path) -> LazyTensorDict:
             return open_checkpoint(path)
     except (OSError, NVFlareLazyError) as error:
         raise InitialModelError(
-            f"cannot begin with {path}: {error}. source_ckpt_file_full_name must be a readable checkpoint on the server"
+            f"cannot open the initial checkpoint {path}: {error}. "
+            "source_ckpt_file_full_name must be a readable checkpoint on the server"
         ) from error
 
 

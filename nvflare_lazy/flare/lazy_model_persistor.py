@@ -47,12 +47,12 @@ MODEL_FORMAT = "safetensors"
 class LazyModelPersistor(ModelPersistor):
     """Keeps the global model in safetensors files.
 
-    The job begins with the first of these that there is: the last complete round in `checkpoint_dir`, the checkpoint
-    `source_ckpt_file_full_name`, the model.
+    The initial model of the job is the first of these that exists: the last complete round in `checkpoint_dir`, the
+    checkpoint `source_ckpt_file_full_name`, the model.
 
     | `model`                                                           | is instantiated                        |
     |-------------------------------------------------------------------|----------------------------------------|
-    | `{"path": "net.Net", "args": {…}, "config_type": "dict"}`         | by a process of its own, which ends    |
+    | `{"path": "net.Net", "args": {…}, "config_type": "dict"}`         | by a separate process, which ends      |
     | `{"path": "net.Net", "args": {…}}`                                | by NVFlare, in the server; then freed  |
     | the id of a component, a `torch.nn.Module`                        | by NVFlare, in the server; then freed  |
 
@@ -112,12 +112,12 @@ class LazyModelPersistor(ModelPersistor):
         self.save_pytorch = save_pytorch
         self._store: CheckpointStore | None = None
         self._resumed: Checkpoint | None = None
-        # The model by its recipes: what an update must fit, and what it does not bring stays as it was.
+        # The current model: an update must match it, and keeps the tensors that it does not contain.
         self._current: dict[str, Any] = {}
         self._meta: Mapping[str, Any] = {}
         register()
 
-    # ---- for other components of ours ----------------------------------------------------------------------------
+    # ---- for other components of this package ------------------------------------------------------------------------
 
     @property
     def store(self) -> CheckpointStore:
@@ -128,7 +128,7 @@ class LazyModelPersistor(ModelPersistor):
 
     @property
     def resumed(self) -> Checkpoint | None:
-        """The round the job goes on from, or None if it begins at the beginning."""
+        """The round that the job resumes after, or None if it starts from the initial model."""
         return self._resumed
 
     # ---- NVFlare's side ------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class LazyModelPersistor(ModelPersistor):
             job_context.release_scratch(fl_ctx)
 
     def load_model(self, fl_ctx: FLContext) -> ModelLearnable | None:
-        """Return the model the job begins with, as lazy tensors or arrays."""
+        """Return the initial model of the job, as lazy tensors or arrays."""
         try:
             tensors = self._begin(fl_ctx)
             weights = as_weights(self._included(tensors), numpy=self.allow_numpy_conversion)
@@ -166,7 +166,7 @@ class LazyModelPersistor(ModelPersistor):
         self.log_info(fl_ctx, f"saved the global model of round {round_number} as {path}", fire_event=False)
 
     def get_model_inventory(self, fl_ctx: FLContext) -> dict[str, ModelDescriptor]:
-        """Return the models there are to evaluate, by name."""
+        """Return the models that can be evaluated, by name."""
         paths = self.store.models()
         source = self._source(fl_ctx)
         if source is not None and source.exists():

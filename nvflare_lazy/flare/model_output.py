@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ModelOutput`: where a new model is written, and who owns it: beside the checkpoints, or in the job's scratch.
+"""`ModelOutput`: path and owner of a new model's file, in the directory of the checkpoints or in the job's scratch.
 
-A file beside the checkpoints becomes a checkpoint by a second name, without a copy. In both places the file is removed
-with the last reference to its tensors.
+A file in the directory of the checkpoints becomes a checkpoint by a second name, without a copy. In both
+places the file is removed with the last reference to its tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ModelOutput:
 
     @classmethod
     def of(cls, fl_ctx: FLContext | None, nbytes: int) -> ModelOutput:
-        """Return an output beside the job's checkpoints, or in scratch if they are not ours.
+        """Return an output next to the job's checkpoints, or in scratch if another component keeps them.
 
         Args:
             fl_ctx: NVFlare's context of the job.

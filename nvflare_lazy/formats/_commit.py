@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The moment a written checkpoint takes the place of the one before: the old or the new, whenever the power fails.
+"""The replacement of one checkpoint by the next, atomic even if the power fails.
 
-The last step of every save. A single file takes its place by one rename. Shards cannot, so they appear under names
+The last step of every save. A single file is replaced by one rename. Shards cannot, so they appear under names
 that no checkpoint of the directory uses, and count only once an index names them.
 """
 
@@ -40,7 +40,7 @@ def publish_file(file: AtomicFile) -> None:
     with _locked(file.directory):
         file.publish()
         sync_directory(file.directory)
-        # A single file counts before shards and index of its name, so those are garbage from here on.
+        # A single file counts before shards and index of its name, so those are garbage now.
         _remove_garbage(file.directory, [*_shards_of(file.path), os.path.basename(index_path(file.path))])
 
 
@@ -49,7 +49,7 @@ def publish_shards(shards: Sequence[tuple[AtomicFile, Iterable[str]]], path: str
 
     Args:
         shards: The files, and the names of the tensors in each.
-        path: What the checkpoint is called as a whole.
+        path: The path of the checkpoint.
         total_size: Bytes of all tensors, for the index.
     """
     for file, _ in shards:
@@ -86,9 +86,9 @@ def _index_text(weight_map: dict[str, str], total_size: int) -> bytes:
 
 
 def _shards_of(path: str) -> list[str]:
-    """Return the files that are shards of the checkpoint, whole ones and what a crash has left.
+    """Return the shards of the checkpoint, including those of an interrupted save.
 
-    The shards of `model` and of `model.safetensors` are called alike. Those that the index of `model` names are its
+    The shards of `model` and of `model.safetensors` have the same names. The index of `model` names its
     own, all others belong to `model.safetensors`.
     """
     stem = shard_stem(path)
@@ -127,15 +127,15 @@ def _remove_garbage(directory: str, names: Iterable[str]) -> None:
         try:
             _remove(os.path.join(directory, name))
         except OSError as error:
-            # The checkpoint is there and counts, whatever lies beside it.
-            logger.warning("cannot remove %s, which is of no use any more: %s", os.path.join(directory, name), error)
+            # The checkpoint is complete and counts, whatever else is in the directory.
+            logger.warning("Cannot remove the obsolete file %s: %s", os.path.join(directory, name), error)
 
 
 @contextmanager
 def _locked(directory: str) -> Iterator[None]:
     """Let one process at a time change which checkpoint counts in a directory."""
     with directory_descriptor(directory) as fd:
-        # Where the file system has no locks, whoever saves one checkpoint twice at the same time gets either.
+        # Without locks in the file system, two concurrent saves of one checkpoint leave either.
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A new file that nobody sees before it is whole: either all of it appears under its name, or nothing does.
+"""A new file that gets its name when it is complete: readers see all of it or nothing.
 
 What every checkpoint is written with, at the end of a round and on the command line. Where the file system can, the
 file has no name at all until then, so that the kernel removes it with the process, even after `kill -9`.
@@ -71,10 +71,10 @@ class AtomicFile:
         self._closed = False
 
     def reserve(self, nbytes: int) -> None:
-        """Have room for so many bytes on the disk, or find out now that there is none.
+        """Reserve disk space, or raise now if the disk is full.
 
         Writing a gigabyte to a file that has its room took two thirds of the time. Python's own `posix_fallocate` would
-        write all of it once where the file system cannot reserve; this does nothing there.
+        write the whole file where the file system cannot reserve; this does nothing there.
         """
         with self.descriptor() as fd:
             if nbytes and _fallocate is not None and _fallocate(fd, 0, 0, nbytes) != 0:
@@ -95,14 +95,14 @@ class AtomicFile:
                 begin_writeback(fd)
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until the written data is on the disk."""
         with self.descriptor() as fd:
             os.fsync(fd)
 
     def publish(self, name: str | None = None) -> str:
-        """Give the file its name, or another one in the same directory, and replace what had that name before.
+        """Give the file its name, or another one in the same directory, and replace the file of that name.
 
-        Writing to it raises from then on.
+        Later writes raise.
 
         Returns:
             Where it is.
@@ -127,7 +127,7 @@ class AtomicFile:
         return os.dup(self._fd)
 
     def is_published(self) -> bool:
-        """Whether the file is what its own name stands for now."""
+        """Whether its path leads to this file now."""
         try:
             return os.path.samestat(self._identity, os.stat(self.path))
         except OSError as error:
@@ -136,7 +136,7 @@ class AtomicFile:
             raise
 
     def close(self) -> None:
-        """Let go of the file. If it has no name by now, it is gone. Threads that still write to it may finish."""
+        """Close the file. If it has no name yet, it is removed. Threads that still write to it may finish."""
         with self._lock:
             self._closed = True
             idle = not self._users
@@ -148,10 +148,10 @@ class AtomicFile:
 
     @contextmanager
     def descriptor(self) -> Iterator[int]:
-        """Lend the descriptor: it stays open until the block is left. A full disk is called by its name there."""
+        """Lend the descriptor: it stays open until the block is left. A full disk raises `DiskFullError` there."""
         with self._lock:
             if self._closed or self._published:
-                raise SaveError(f"{self.path}: a write after the save ended or was called off")
+                raise SaveError(f"{self.path}: a write after the save ended or was cancelled")
             self._users += 1
         try:
             yield self._fd
@@ -197,7 +197,7 @@ def sync_directory(path: str) -> None:
 
 @contextmanager
 def directory_descriptor(path: str) -> Iterator[int]:
-    """Open a directory for the length of a block."""
+    """Open a directory for the duration of a block."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield fd
@@ -217,11 +217,11 @@ def _create(directory: str, name: str) -> tuple[int, str | None]:
 
 
 def _refuse_irregular(path: str) -> None:
-    """Raise if there is something at a path that a file must not take the place of, such as a pipe or a device."""
+    """Raise if a path leads to something that a file must not replace, such as a pipe or a device."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
-        return  # nothing is there; and what else may be wrong is said when the file is made
+        return  # the path does not exist; other problems are reported when the file is created
     if not stat.S_ISREG(mode):
         what = "a directory" if stat.S_ISDIR(mode) else "no regular file"
         raise SaveError(f"{path} is {what}, which saving would replace: choose another name")
@@ -234,7 +234,7 @@ def _hidden_name(directory: str, name: str) -> str:
 
 def _link(fd: int, path: str) -> None:
     with directory_descriptor(os.path.dirname(path)) as directory:
-        # Only linkat can name a file that has none, and Python calls it only when given a directory.
+        # Only linkat can name a nameless file, and Python calls it only if it gets a directory descriptor.
         os.link(f"/proc/self/fd/{fd}", os.path.basename(path), dst_dir_fd=directory)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LazyTensorDict`: a model whose tensors are somewhere else, by name.
+"""`LazyTensorDict`: a model by name, whose tensors are read on use.
 
-What opening a checkpoint, receiving a result and aggregating return. It holds recipes; the lazy tensors are made as
-they are asked for, so that twenty thousand of them cost nothing to carry around.
+Opening a checkpoint, receiving a result and aggregating return one. It holds entries and makes lazy tensors on access,
+so that twenty thousand tensors cost almost nothing.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
         metadata: Mapping[str, str] | None = None,
         extras: Mapping[str, Any] | None = None,
     ) -> LazyTensorDict:
-        """Make one from recipes.
+        """Make one from entries.
 
         Args:
-            entries: The recipes by name.
-            metadata: Text that came with the tensors (`__metadata__` of a safetensors file).
-            extras: Whatever else a checkpoint held beside its tensors.
+            entries: The entries by name.
+            metadata: Text that is stored with the tensors (`__metadata__` of a safetensors file).
+            extras: Other contents of a checkpoint.
         """
         made = cls.__new__(cls)
         made._set(dict(entries), metadata or {}, extras or {})
@@ -103,7 +103,7 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
-        """The recipes by name: shapes, dtypes and sources without making a tensor."""
+        """The entries by name: shapes, dtypes and sources without making a tensor."""
         return MappingProxyType(self._entries)
 
     @property
@@ -145,7 +145,7 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
     def __repr__(self) -> str:
         return f"LazyTensorDict({len(self)} tensors, {self.nbytes} bytes)"
 
-    # It cannot be changed, and what it refers to is shared anyway.
+    # It is immutable, and its tensors are shared anyway.
     def __copy__(self) -> LazyTensorDict:
         return self
 
@@ -159,11 +159,11 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
     def cleanup(self) -> None:
         """Close the files and remove the scratch now, even if tensors of it are still held somewhere.
 
-        Reading one of those raises `SourceReleasedError` from then on. A second call does nothing.
+        Reading one of those then raises `SourceReleasedError`. A second call does nothing.
         """
         with self._lock:
             entries, owners, self._owners = self._entries, self._owners, []
-            gone = SourceReleasedError("this tensor was released by cleanup(): materialize() what is needed before")
+            gone = SourceReleasedError("this tensor was released by cleanup(): materialize() it before that")
             self._entries = {
                 name: entry.over(FailedSource(entry.source.nbytes, gone)) for name, entry in entries.items()
             }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`open(path)`: any checkpoint as lazy tensors, by what is in it and not by what it is called.
+"""`open(path)`: any checkpoint as lazy tensors, recognized by its content, not by its name.
 
 Where the walk of a round begins, with an initial model, and what its last one is looked at with.
 """
@@ -36,7 +36,7 @@ def open(path: str | os.PathLike[str], *, section: str | None = None) -> LazyTen
         section: The part of a nested PyTorch checkpoint to open, for example "model".
 
     Raises:
-        UnknownFormatError: It is none of these; the message says what it looks like and what to do.
+        UnknownFormatError: The file has another format; the message describes it and what to do.
         FormatError: It is one of these and breaks its rules.
 
     Example:
@@ -50,7 +50,7 @@ def open(path: str | os.PathLike[str], *, section: str | None = None) -> LazyTen
         try:
             return _open_now(path, section)
         except (FileNotFoundError, MissingShardError):
-            # Once more in any case: clocks of file systems are coarse.
+            # Always try twice: clocks of file systems are coarse.
             if tried and _state_of(directory) == before:
                 raise
     return _open_now(path, section)
@@ -66,7 +66,7 @@ def _state_of(directory: str) -> int | None:
 
 def _open_now(path: str, section: str | None) -> LazyTensorDict:
     if not os.path.exists(path):
-        # A sharded checkpoint goes by the name that it has as a whole; a link with that name may lead to it.
+        # A sharded checkpoint has the name of its index without the suffix; a link with that name may lead to it.
         indexes = (index_path(path), index_path(os.path.realpath(path)))
         path = next((index for index in indexes if os.path.exists(index)), path)
     if not os.path.isdir(path):
@@ -77,7 +77,7 @@ def _open_now(path: str, section: str | None) -> LazyTensorDict:
 
 def _open_file(path: str, section: str | None, *, is_shard: bool) -> LazyTensorDict:
     if not stat.S_ISREG(os.stat(path).st_mode):
-        # Opening a pipe would wait for somebody to write to it.
+        # Opening a pipe would wait for a writer.
         raise UnknownFormatError(f"{path} is no regular file: a checkpoint is read at random, so copy it to one first")
     file = TensorFile(path)
     head = bytearray(min(_HEAD_BYTES, file.size))

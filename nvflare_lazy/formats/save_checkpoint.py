@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving tensors to safetensors files, streamed: no more than a tile of what is lazy is ever in memory.
+"""Saving tensors to safetensors files as a stream: at most one tile of a lazy tensor is in memory.
 
 The end of a round (the new global model), of a conversion, and of whatever a user computed.
 """
@@ -49,19 +49,19 @@ def save(
     dtype: torch.dtype | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Path:
-    """Save tensors as safetensors; what was at `path` stays until all of them are on the disk.
+    """Save tensors as safetensors; the old checkpoint stays until all of them are on the disk.
 
-    A checkpoint of that name is replaced as a whole, with its shards and its index if it has some. A save that is
-    killed has left the old one or made the new one.
+    A checkpoint of that name is replaced atomically, including its shards and its index. A killed save leaves
+    the old one or the new one.
 
-    The same tensors make the same bytes, those that `safetensors.torch.save_file` makes. Tensors that share memory
-    are written once for each name, since the format has no way to say that they are the same.
+    The same tensors give the same bytes, identical to the ones of `safetensors.torch.save_file`. Tensors that share
+    memory are written once for each name, because the format cannot express that they are the same.
 
     Args:
         tensors: Tensors or arrays by name, lazy or ordinary.
         path: The file; in a directory, the name is `model.safetensors`.
-        metadata: Text to store with them; what a `LazyTensorDict` came with, if not given.
-        max_shard_size: Split what is larger, for example than "5GB", into several files and an index.
+        metadata: Text to store with them. Default: the metadata of a `LazyTensorDict`.
+        max_shard_size: Split a larger checkpoint, for example "5GB", into several files and an index.
         dtype: Cast floating-point tensors to this type. Values that are too large for it are logged as a warning.
         progress: Called with a number of bytes each time some were written.
 
@@ -72,7 +72,7 @@ def save(
         >>> save(nvflare_lazy.open("pytorch_model.bin"), "model.safetensors", dtype=torch.bfloat16)
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise UnsupportedDtypeError(f"{dtype!r} is no dtype of torch's, such as torch.bfloat16")
+        raise UnsupportedDtypeError(f"{dtype!r} is not a torch dtype such as torch.bfloat16")
     for name in tensors:
         if not isinstance(name, str):
             raise UnserializableTensorError(f"{os.fspath(path)}: the name of a tensor is text, and {name!r} is not")
@@ -105,7 +105,7 @@ def save_safetensors_streaming(
     *,
     rename: bool = True,
 ) -> str:
-    """Save tensors that come one after the other, to metadata that is known beforehand.
+    """Save a stream of tensors whose metadata is known beforehand.
 
     Args:
         tensor_iter: Names and tensors, in the promised order.
@@ -134,12 +134,12 @@ def save_safetensors_streaming(
             writer.copy(name, tensor_bytes(name, tensor))
         missing = next(expected, None)
         if missing is not None:
-            raise MetadataMismatchError(f"{target}: {quoted(missing.name)} and what follows it never came")
+            raise MetadataMismatchError(f"{target}: {quoted(missing.name)} and the tensors after it never arrived")
     return writer.path
 
 
 def collect_state_dict_meta(tensor_iter: Iterable[tuple[str, torch.Tensor]]) -> StateDictMeta:
-    """Return what to promise for tensors that come one after the other.
+    """Return the metadata of a stream of tensors.
 
     Example:
         >>> meta = collect_state_dict_meta(model.state_dict().items())

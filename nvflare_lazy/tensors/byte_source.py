@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the bytes of a lazy tensor come from: anything that can fill a buffer from an offset.
+"""The bytes of a lazy tensor: any object that can fill a buffer from an offset.
 
-The lowest stone of the package. Files, memory, strided views and tensors still at their sender all implement
-`ByteSource`; everything above asks for byte ranges and never cares which it was.
+The base module of the package. Files, memory, strided views and tensors still at their sender all implement
+`ByteSource`; the other modules ask for byte ranges, whatever their origin.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ByteSource(ABC):
     """A fixed run of bytes that can be read at random, from many threads at once.
 
     A subclass sets `nbytes` and implements `_read_into` and `describe`. It may override `slice` to stay flat,
-    `file_range` if the bytes lie contiguous in a file, so that the kernel can copy them, and `file` if they are made
-    from what is in a file.
+    `file_range` if the bytes are contiguous in a file, so that the kernel can copy them, and `file` if they are
+    computed from the contents of a file.
     """
 
     nbytes: int
@@ -45,11 +45,11 @@ class ByteSource(ABC):
         """Say where the bytes live, in a few words for a person, without any I/O."""
 
     def read_into(self, buffer: Buffer, offset: int = 0) -> None:
-        """Fill `buffer` with the bytes from `offset` on.
+        """Fill `buffer` with the bytes that start at `offset`.
 
         Args:
-            buffer: A writable, C-contiguous buffer; all of it is filled.
-            offset: Where to start in this source.
+            buffer: A writable, C-contiguous buffer, which is filled completely.
+            offset: The position of the first byte in this source.
         """
         view = bytes_of(buffer)
         if offset < 0 or offset + len(view) > self.nbytes:
@@ -60,7 +60,7 @@ class ByteSource(ABC):
             self._read_into(view, offset)
 
     def read(self, offset: int = 0, count: int | None = None) -> bytearray:
-        """Return `count` bytes from `offset` on (all that follow, if no count is given)."""
+        """Return `count` bytes that start at `offset`. Default: all bytes after it."""
         data = bytearray(self.nbytes - offset if count is None else count)
         self.read_into(data, offset)
         return data
@@ -72,11 +72,11 @@ class ByteSource(ABC):
         return SourceSlice(self, offset, nbytes)
 
     def file_range(self) -> tuple[TensorFile, int] | None:
-        """Return the open file and the offset in it at which the bytes lie contiguous, or None if they do not."""
+        """Return the open file and the offset at which it contains the bytes contiguously, or None."""
         return None
 
     def file(self) -> TensorFile | None:
-        """Return the open file that is read when this is, or None if there is none."""
+        """Return the open file that reads of this source use, or None."""
         found = self.file_range()
         return None if found is None else found[0]
 
@@ -149,7 +149,7 @@ class ZeroSource(ByteSource):
 
 
 class FailedSource(ByteSource):
-    """Stands where bytes should be that never came: any use raises the error that says why.
+    """A source for bytes that were not received: every read raises the error that explains why.
 
     A result that could not be received becomes tensors on failed sources, so that the failure costs the one who uses
     the result and not the process that decodes it.
@@ -163,7 +163,7 @@ class FailedSource(ByteSource):
         # A copy: an exception that is raised again and again would collect, and keep alive, every frame it passed.
         try:
             error = copy.copy(self.error)
-        except Exception:  # its constructor does not take what it was made of
+        except Exception:  # its constructor takes other arguments than it keeps
             error = SourceError(f"{type(self.error).__name__}: {self.error}")
         raise error
 

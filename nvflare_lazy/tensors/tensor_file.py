@@ -33,7 +33,7 @@ _MAX_READ_BYTES = 0x7FFFF000
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a file or message: what it is, and where its bytes are.
+    """One tensor of a file or message: its type, its shape and its position.
 
     It does not refer to the file. Scratch is freed by reference counts, and a file that holds its table of contents
     would be part of a cycle, which only the garbage collector frees.
@@ -78,9 +78,9 @@ class _Descriptor:
 
 
 class TensorFile:
-    """One read-only descriptor, shared by all the sources that read the file.
+    """One descriptor, shared by all the sources that read the file.
 
-    The descriptor is closed when the last source lets go of it. The file drops its owners then, so that the
+    The descriptor is closed with the last source that refers to the file. The file drops its owners then, so that the
     last reference to a file's tensors frees the directory the file is in.
 
     Args:
@@ -112,7 +112,7 @@ class TensorFile:
 
     @contextmanager
     def descriptor(self) -> Iterator[int]:
-        """Lend the descriptor: it stays open until the block is left, whoever closes the file meanwhile."""
+        """Lend the descriptor: it stays open until the block is left, even if the file is closed meanwhile."""
         descriptor = self._lent()
         try:
             yield descriptor.number
@@ -142,7 +142,7 @@ class TensorFile:
             return False
 
     def close(self) -> None:
-        """Close the file now and drop its owners; reading any source of it raises from then on."""
+        """Close the file now and drop its owners; reading any source of it then raises."""
         self._descriptor = None
         self._owners.clear()
 

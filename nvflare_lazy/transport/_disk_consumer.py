@@ -141,7 +141,7 @@ class DiskConsumer(PayloadConsumer):
         self.result = {} if self.result is None else self.result
 
     def release(self) -> None:
-        """Complete the files and leave them to whoever reads them; `cleanup()` does nothing from now on."""
+        """Complete the files for their readers; `cleanup()` then does nothing."""
         with self._lock:
             if self._cleaned and self.failure is not None:
                 raise self.failure
@@ -157,11 +157,11 @@ class DiskConsumer(PayloadConsumer):
         return self.backend.collect(self._received, owner)
 
     def discard(self) -> None:
-        """Remove what has come so far."""
+        """Remove the data received so far."""
         self.cleanup()
 
     def cleanup(self) -> None:
-        """Call the download off and remove its directory; afterwards nothing is written any more."""
+        """Cancel the download and remove its directory; nothing is written afterwards."""
         self.cancel("the download was cleaned up")
         with self._lock:
             if self._cleaned:
@@ -170,7 +170,7 @@ class DiskConsumer(PayloadConsumer):
             shards, self._shards = self._shards, None
             self._received = {}
         self._downloads.discard(self)
-        # First the directory: it turns away writers that are under way.
+        # First the directory: it rejects writes that are in progress.
         self.directory.release()
         if shards is not None:
             shards.close()
@@ -201,7 +201,7 @@ def receive_to_disk(
 def cleanup_active_disk_tensor_downloads(
     reason: str = "download aborted", root_dir: str | os.PathLike[str] | None = None
 ) -> None:
-    """Call off all downloads to disk that are under way in this process, and remove their directories.
+    """Cancel all downloads to disk of this process, and remove their directories.
 
     Args:
         reason: Why; becomes part of the error that they end with.

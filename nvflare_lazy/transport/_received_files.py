@@ -44,13 +44,13 @@ class WritableFile(Protocol):
         """Write all of a buffer at an offset."""
 
     def preallocate(self, nbytes: int) -> None:
-        """Set aside room for a file of so many bytes."""
+        """Reserve space for a file of `nbytes` bytes."""
 
     def finish(self) -> TensorFile:
         """Close the file and return it open for reading."""
 
     def close(self) -> None:
-        """Close the file whatever is in it."""
+        """Close the file, complete or not."""
 
 
 class ReceiveDirectory(Protocol):

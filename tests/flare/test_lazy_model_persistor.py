@@ -260,7 +260,7 @@ def test_another_job_begins_with_a_checkpoint_that_is_replaced_meanwhile(start, 
     [
         ("{", "is not JSON"),
         (json.dumps({"format": 99}), "another version"),
-        (json.dumps({"format": 1, "round": 0, "file": "../../etc/passwd"}), "no file of this store"),
+        (json.dumps({"format": 1, "round": 0, "file": "../../etc/passwd"}), "not a file of this store"),
     ],
 )
 def test_a_record_that_cannot_be_understood_is_no_new_beginning(start, engine, tmp_path, record, says):

@@ -37,11 +37,11 @@ def copy_into(
     """Copy all of a source.
 
     Args:
-        file: Where to.
-        offset: Where in it.
+        file: The file to write.
+        offset: The position of the first byte in it.
         source: The bytes.
-        tile: A buffer to pass them through.
-        written: Told the begin and the end, in the source, of what has been copied.
+        tile: A buffer for the bytes on their way.
+        written: Called with the begin and the end, in the source, of each copied range.
     """
     done = _copied_by_server(file, offset, source, written)
     while done < source.nbytes:
@@ -54,7 +54,7 @@ def copy_into(
 
 
 def _copied_by_server(file: AtomicFile, offset: int, source: ByteSource, written: Callable[[int, int], None]) -> int:
-    """Have a file server copy as much as it will, and return how much that was."""
+    """Have a file server copy as many bytes as it will, and return their number."""
     place = source.file_range()
     if place is None or not source.nbytes:
         return 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON from a stranger, read member by member: nothing is built that the caller did not ask for.
+"""Untrusted JSON, read member by member: only the values that the caller asks for are built.
 
-A general parser builds whatever it is sent, and a header of empty lists takes twenty times its size. The headers and
+A general parser builds every value it is sent, and a header of empty lists takes twenty times its size. The headers and
 indexes of checkpoints are objects of known shape, so here the shape leads and the text has to follow.
 """
 
@@ -31,12 +31,12 @@ _FLAT_OBJECT = re.compile(rf"[ \t\n\r]*(\{{[^{{}}]{{0,{_MOST_FLAT_TEXT}}}\}})")
 _NESTING_OR_STRING = re.compile(r'["\[\]{}]')
 _LITERAL_END = re.compile(r"[^,}\]]*")
 _SPACES_TO_THE_END = re.compile(r" *\Z")
-# A value nobody asked for is passed over character by character, which takes a second for ten megabytes.
+# A skipped value is scanned character by character, which takes a second for ten megabytes.
 _MOST_SKIPPED_TEXT = 1 << 20
 
 
 class JsonCursor:
-    """A place in a JSON text, moved on by what is taken from there.
+    """A position in a JSON text, which moves behind each value that is taken.
 
     Args:
         text: The JSON, in UTF-8.
@@ -60,7 +60,7 @@ class JsonCursor:
         while True:
             key = self.string()
             if key in seen:
-                raise SafetensorsError("duplicate-key", f"{self._where}: the key {quoted(key)} stands there twice")
+                raise SafetensorsError("duplicate-key", f"{self._where}: duplicate key {quoted(key)}")
             if len(seen) == MAX_MEMBERS:
                 raise SafetensorsError(
                     "too-many-tensors", f"{self._where}: more than {MAX_MEMBERS} names in one JSON object"
@@ -94,14 +94,14 @@ class JsonCursor:
         return str(value)
 
     def take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Take what matches from here on, or nothing; the caller vouches that a match is JSON, and whole."""
+        """Take a match at this position, or nothing. The caller guarantees that a match is complete JSON."""
         match = pattern.match(self._text, self.position)
         if match is not None:
             self.position = match.end()
         return match
 
     def flat_object(self) -> dict[str, Any] | None:
-        """Take an object that holds no other objects, or return None if there is none here (or a very long one)."""
+        """Take an object without nested objects. Return None if another value follows, or a very long object."""
         match = _FLAT_OBJECT.match(self._text, self.position)
         if match is None:
             return None
@@ -111,7 +111,7 @@ class JsonCursor:
             raise self.fault("lists nested too deep") from None
         except KeyError as error:  # of `_without_duplicates`
             raise SafetensorsError(
-                "duplicate-key", f"{self._where}: the key {quoted(error.args[0])} stands twice in one entry"
+                "duplicate-key", f"{self._where}: duplicate key {quoted(error.args[0])} in one entry"
             ) from None
         except ValueError as error:
             raise self.fault(f"{error}") from None
@@ -120,7 +120,7 @@ class JsonCursor:
         return value
 
     def skip(self) -> None:
-        """Pass over any value without building it; what is inside of it is not checked."""
+        """Skip any value without building it; its inside is not checked."""
         if self._peek() not in ("[", "{", '"'):
             self.position = self._end_of(_LITERAL_END)
             return
@@ -144,11 +144,11 @@ class JsonCursor:
         return _SPACES_TO_THE_END.match(self._text, self.position) is not None
 
     def is_at(self, character: str) -> bool:
-        """Whether a value that begins with `character` comes next."""
+        """Whether the next value starts with `character`."""
         return self._peek() == character
 
     def fault(self, what: str) -> SafetensorsError:
-        """Return the error to raise for text that does not go on as it should from here."""
+        """Return the error for text that is not valid at this position."""
         return SafetensorsError(
             "header-json", f"{self._where}: not the JSON it should be, at byte {self.position}: {what}"
         )
@@ -188,7 +188,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _number(digits: str) -> int | float:
     if digits == "-0":
         return -0.0
-    # Python refuses to read very long numbers, with an error of its own; this one is too large for anybody.
+    # Python refuses to parse very long numbers with a different error; this number is too large for any field.
     return int(digits) if len(digits) <= 20 else 1 << 64
 
 

@@ -4,7 +4,7 @@
 The first thing that looks at a checkpoint on disk and at a tensor from the wire. It is stricter than the safetensors
 library in this, and in nothing else:
 
-- a key may not stand twice, neither among tensors nor in the metadata (the library takes the last);
+- a key must be unique, among tensors and in the metadata (the library takes the last value);
 - no white space before the header, and only spaces after it, as the format says;
 - an entry is an object of exactly `dtype`, `shape` and `data_offsets`, of at most 16384 characters (the library
   ignores further fields and takes an array in their order), a dtype is a string (the library takes `{"F32": null}`),
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from nvflare_lazy.tensors.dtypes import ElementType
     from nvflare_lazy.tensors.tensor_file import TensorFile
 
-#: Bytes of the header's length, which come before it.
+#: Size of the field before the header, which holds its length.
 PREFIX_BYTES = 8
 #: The longest header that the format allows.
 MAX_HEADER_BYTES = 100_000_000
-#: The key of a header that is no tensor's name.
+#: The key of the metadata; every other key of a header is the name of a tensor.
 METADATA_KEY = "__metadata__"
 
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -91,7 +91,7 @@ class SafetensorsHeader:
 
 
 def read_header(file: TensorFile) -> SafetensorsHeader:
-    """Read and check the header of a file, and that the file is as long as the header says.
+    """Read and check the header of a file, and compare the file size with it.
 
     Example:
         >>> header = read_header(TensorFile("model.safetensors"))
@@ -107,7 +107,7 @@ def read_header(file: TensorFile) -> SafetensorsHeader:
 
 
 def parse_message(message: Buffer, where: str, *, max_header_bytes: int = MAX_HEADER_BYTES) -> SafetensorsHeader:
-    """Check the header of a whole safetensors byte string, and that the string is as long as the header says."""
+    """Check the header of a safetensors byte string, and compare the size of the string with it."""
     view = memoryview(message).cast("B")
     length = header_length(view[:PREFIX_BYTES], where, total_nbytes=len(view), max_header_bytes=max_header_bytes)
     header = parse_header(view[PREFIX_BYTES : PREFIX_BYTES + length], where)
@@ -150,11 +150,11 @@ def parse_header(text: Buffer, where: str) -> SafetensorsHeader:
 
     Args:
         text: The header without the eight bytes before it.
-        where: What it is the header of, for messages.
+        where: The file or message, for error messages.
     """
     text = memoryview(text).cast("B")
     if bytes(text[:1]) != b"{":
-        raise SafetensorsError("header-start", f"{where}: a header begins with '{{', this one with {bytes(text[:1])!r}")
+        raise SafetensorsError("header-start", f"{where}: a header starts with '{{', this one with {bytes(text[:1])!r}")
     cursor = JsonCursor(text, where)
     tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, str] = {}
@@ -187,7 +187,7 @@ def encode_header(
         tensors: Name, dtype as the format calls it, and shape of each tensor, in the order of their bytes.
         metadata: Text to store with them.
         where: What the file is, for messages.
-        room: The number of bytes to fill, with spaces if the header is shorter. Default: as many as it takes.
+        room: The number of bytes to fill, with spaces if the header is shorter. Default: the size of the header.
 
     Returns:
         The bytes, and the tensors by name with their positions in the file.
@@ -246,10 +246,13 @@ def end_of(contents: Mapping[str, StoredTensor], data_start: int = 0) -> int:
 def _sorted_text(metadata: Mapping[str, object], where: str) -> dict[str, object]:
     for key, value in metadata.items():
         if not isinstance(key, str):
-            raise SafetensorsError("invalid-metadata", f"{where}: metadata is text by name, and {key!r} is no text")
+            raise SafetensorsError(
+                "invalid-metadata", f"{where}: metadata must map text to text, but {key!r} is not text"
+            )
         if not isinstance(value, str):
             raise SafetensorsError(
-                "invalid-metadata", f"{where}: metadata is text by name, but {key!r} has a {type(value).__name__}"
+                "invalid-metadata",
+                f"{where}: metadata must map text to text, but {key!r} has a {type(value).__name__}",
             )
     return dict(sorted(metadata.items()))
 
@@ -261,7 +264,7 @@ def _metadata(cursor: JsonCursor, where: str) -> dict[str, str]:
     for key in cursor.members():
         if not cursor.is_at('"'):
             raise SafetensorsError(
-                "invalid-metadata", f"{where}: {METADATA_KEY} must hold strings, {quoted(key)} is none"
+                "invalid-metadata", f"{where}: {METADATA_KEY} must hold strings, but {quoted(key)} does not"
             )
         metadata[key] = cursor.string()
     return metadata

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each tensor of a safetensors file will lie, worked out from promised metadata before the first byte is there.
+"""The position of each tensor in a safetensors file, computed from promised metadata before the first byte arrives.
 
-What the streaming writer starts from. The bytes are those of the safetensors library: the widest types first, so that
+What the streaming writer starts from. The order is the one of the safetensors library: the widest types first, so that
 each tensor is aligned to its own elements, and by name within a type. So the same tensors give the same file, in
 whatever order they came.
 """
@@ -23,12 +23,12 @@ _RANK = {name: rank for rank, name in enumerate(_FILE_ORDER)}
 
 
 class TensorMeta(NamedTuple):
-    """What is promised of one tensor.
+    """The promised description of one tensor.
 
     Attributes:
         name: Its name.
         dtype: Its type as a safetensors header calls it, for example "BF16".
-        shape: Its shape as the header counts it (elements, also where torch counts pairs of them).
+        shape: Its shape in elements of the format, even if torch counts pairs of them.
     """
 
     name: str
@@ -43,21 +43,21 @@ class TensorMeta(NamedTuple):
             raise SafetensorsError(
                 "unknown-dtype", f"tensor {quoted(self.name)}: the format has no dtype {quoted(self.dtype)}"
             )
-        # A sub-byte type that ends inside of a byte is reported when the header is checked.
+        # A sub-byte type that ends within a byte is reported when the header is checked.
         return dtypes.nbytes(row, self.shape) or 0
 
 
-#: What is promised of a whole file, in the order in which the tensors will come.
+#: The promised tensors of a file, in the order in which they arrive.
 StateDictMeta = list[TensorMeta]
 
 
 def in_file_order(state_dict_meta: Sequence[TensorMeta]) -> StateDictMeta:
-    """Return the tensors as they will lie in the file: by type, the widest first, then by name."""
+    """Return the tensors in the order of the file: by type, the widest first, then by name."""
     return sorted(state_dict_meta, key=lambda meta: (_RANK.get(meta.dtype, len(_RANK)), meta.name))
 
 
 def split_into_shards(state_dict_meta: Sequence[TensorMeta], max_shard_size: int) -> list[StateDictMeta]:
-    """Return the tensors of each file, in file order, of as many as fit; a larger tensor gets a file of its own."""
+    """Split tensors into files of at most `max_shard_size` bytes, in file order; a larger tensor gets its own file."""
     shards: list[StateDictMeta] = [[]]
     room = max_shard_size
     for meta in in_file_order(state_dict_meta):

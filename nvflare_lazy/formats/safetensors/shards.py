@@ -42,7 +42,7 @@ _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5,})-of-(?P<of>\d{5,})(?:\.g(?P
 
 
 class ShardName(NamedTuple):
-    """What the name of a shard says."""
+    """The parts of a shard's name."""
 
     stem: str
     number: int
@@ -55,7 +55,7 @@ class ShardName(NamedTuple):
 
 
 def parse_shard_name(name: str) -> ShardName | None:
-    """Return what the name of a file says, if it is a shard's."""
+    """Parse the name of a file. Return None if it is not the name of a shard."""
     match = _SHARD.fullmatch(name)
     if match is None:
         return None
@@ -63,13 +63,13 @@ def parse_shard_name(name: str) -> ShardName | None:
 
 
 def shard_stem(path: str) -> str:
-    """Return what the names of a checkpoint's shards begin with."""
+    """Return the common start of the names of a checkpoint's shards."""
     name = os.path.basename(path)
     return name[: -len(SUFFIX)] if name.endswith(SUFFIX) else name
 
 
 def index_path(path: str) -> str:
-    """Return the path of the index of a sharded checkpoint that is called `path` as a whole."""
+    """Return the path of the index of the sharded checkpoint `path`."""
     return path + INDEX_SUFFIX
 
 
@@ -131,7 +131,7 @@ def open_index(file: TensorFile, open_shard: Callable[[str], LazyTensorDict]) ->
 
 
 def common_metadata(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Return the metadata of several files as that of one: what no two of them disagree on."""
+    """Return the metadata of several files without the keys that differ between them."""
     found: dict[str, str] = {}
     disputed = set()
     for of_one in metadata:
@@ -181,14 +181,14 @@ def _indexes(directory: str, names: list[str], files: set[str]) -> list[str]:
         name
         for name in indexes
         if name not in foreign
-        # Others call their files like this, too, whatever they are the index of.
+        # Other software uses this suffix for other indexes.
         and (name.endswith(SUFFIX + INDEX_SUFFIX) or is_index(os.path.join(directory, name)))
     ]
     return own if own or files else foreign
 
 
 def _without_index(directory: str, files: list[str]) -> list[str]:
-    """Return the files that count where there is no index, complete sets of shards among them."""
+    """Return the files that count without an index: single files, and complete sets of shards."""
     stems = {shard_stem(name) for name in files}
     sets: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
     counting = []
@@ -209,7 +209,7 @@ def _without_index(directory: str, files: list[str]) -> list[str]:
 
 
 def _missing(of: int, present: dict[int, str]) -> list[int]:
-    # The number comes from a file's name, and may be as large as anybody likes.
+    # The number is part of an untrusted file name, and may be huge.
     return [number for number in range(1, min(of, len(present) + 1) + 1) if number not in present]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A safetensors checkpoint written a piece at a time, in any order and from many threads, to metadata promised first.
+"""A safetensors checkpoint, written in pieces in any order and from many threads, to metadata that is promised first.
 
 Aggregation writes its result with this, tile by tile, as does everything else that saves. The header is known before
 the first byte arrives, so nothing is held back, and a checkpoint that breaks the promise never appears.
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.tensors.tensor_file import StoredTensor
 
 
-# Each is an open file until all of them are whole.
+# Each is an open file until all of them are complete.
 _MOST_SHARDS = 500
 _MEMORY_PART_BYTES = 64 << 20
 _STRIDED_TILE_BYTES = 16 << 20
@@ -169,7 +169,7 @@ class StreamingWriter:
             self.abort()
 
     def abort(self) -> None:
-        """Remove what was written. Does nothing after a commit, or a second time."""
+        """Remove the written data. Does nothing after a commit, or a second time."""
         for file, _ in self._shards:
             file.close()
 
@@ -186,7 +186,7 @@ class StreamingWriter:
 
     @contextmanager
     def _remembering_failure(self) -> Iterator[None]:
-        """Keep the checkpoint from appearing after a failure, even if it was in a thread nobody listens to."""
+        """Prevent a commit after a failure, even if the failed thread does not report it."""
         try:
             yield
         except Exception as error:
@@ -196,7 +196,7 @@ class StreamingWriter:
     def _slot(self, name: str, begin: int, end: int) -> _Slot:
         slot = self._slots.get(name)
         if slot is None:
-            raise MetadataMismatchError(f"{self.path}: nobody promised a tensor {quoted(name)}")
+            raise MetadataMismatchError(f"{self.path}: tensor {quoted(name)} was not promised")
         if begin < 0 or end > slot.nbytes:
             raise MetadataMismatchError(
                 f"{self.path}: tensor {quoted(name)} has {slot.nbytes} bytes as promised, not {begin} to {end}"
@@ -247,7 +247,7 @@ def _shards(
 
 
 class WrittenRanges:
-    """The parts of `nbytes` bytes that are there, merged where they touch. Callers hold a lock."""
+    """The written parts of `nbytes` bytes, merged where they touch. Callers hold a lock."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -271,7 +271,7 @@ class WrittenRanges:
 
     @property
     def first_gap(self) -> tuple[int, int] | None:
-        """The first range that is missing, or None if all is there."""
+        """The first missing range, or None if nothing is missing."""
         begin, end = 0, self._nbytes
         if self._ranges:
             first = self._ranges[0]

@@ -97,7 +97,7 @@ def test_nothing_is_seen_before_the_end(tmp_path: Path) -> None:
         (lambda writer: (writer.write("a", 0, b"1"), writer.write("a", 3, b"1")), MetadataMismatchError, "1 to 3"),
         (lambda writer: (writer.write("a", 0, b"1234"), writer.write("a", 2, b"1")), MetadataMismatchError, "2 to 3"),
         (lambda writer: writer.write("a", 2, b"123"), MetadataMismatchError, "has 4 bytes as promised, not 2 to 5"),
-        (lambda writer: writer.write("x", 0, b"1"), MetadataMismatchError, "nobody promised a tensor 'x'"),
+        (lambda writer: writer.write("x", 0, b"1"), MetadataMismatchError, "tensor 'x' was not promised"),
         (
             lambda writer: writer.copy("a", MemorySource(b"12345")),
             MetadataMismatchError,
