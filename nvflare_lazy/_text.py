@@ -16,7 +16,7 @@ for _power, _letter in enumerate("KMGTP", start=1):
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*")
 
 _quote = reprlib.Repr()
-_quote.maxstring = 120
+_quote.maxstring = _quote.maxother = 120
 
 
 def parse_size(size: int | str, *, of: int | None = None) -> int:
@@ -72,4 +72,4 @@ def to_json(value: object) -> Any:
         return [to_json(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
-    return reprlib.repr(value)
+    return quoted(value)

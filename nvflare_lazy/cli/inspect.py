@@ -7,14 +7,13 @@ Reads headers and pickles, never tensor data, so it takes as long for a hundred 
 from __future__ import annotations
 
 import json
-import reprlib
 import sys
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from nvflare_lazy._text import format_size, to_json
+from nvflare_lazy._text import format_size, quoted, to_json
 from nvflare_lazy.cli._common import columns, count, printable, regex, section_option
 
 if TYPE_CHECKING:
@@ -113,5 +112,5 @@ def _print_pairs(what: str, pairs: Mapping[str, Any]) -> None:
     if pairs:
         click.echo(f"\n{what}")
     for key, value in pairs.items():
-        text = printable(value if isinstance(value, str) else reprlib.repr(value))
+        text = printable(value if isinstance(value, str) else quoted(value))
         click.echo(f"  {printable(key)}: {text[:_MAX_VALUE_LEN]}{'...' if len(text) > _MAX_VALUE_LEN else ''}")

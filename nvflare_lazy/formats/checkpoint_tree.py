@@ -18,13 +18,14 @@ from nvflare_lazy.formats.unpickler import OpaqueObject, UnsupportedTensor, refu
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from nvflare_lazy.formats.pickle_stream import AllocationLimit
+
 # A tensor that stands alone has no name in the file.
 _NAME_OF_THE_ONLY_TENSOR = "tensor"
 _KEY_OF_THE_ONLY_VALUE = "value"
 _DEEPEST = 64
-# How often things may be repeated: some, and then by the size of the pickle, which honest checkpoints stay far below.
-_FREE_EFFORT = 1 << 20
-_EFFORT_A_BYTE = 16
+# Bytes that an item takes while its container is taken apart.
+_ITEM_BYTES = 48
 
 TensorRecord = torch.Tensor | TypedStorage | UnsupportedTensor
 _NOTHING = object()
@@ -42,16 +43,16 @@ class CheckpointTree:
     Args:
         path: The file, for messages.
         content: What its pickle described.
-        pickle_bytes: Size of the pickle: a file may repeat parts of itself by reference, but not without end.
+        limit: The limit of the pickle: a file may repeat parts of itself by reference, but not without end.
 
     Attributes:
         tensors: Their records by name, in the order of the file.
         extras: Whatever else is in the checkpoint, as plain Python; what held nothing but tensors is not there.
     """
 
-    def __init__(self, path: str, content: object, pickle_bytes: int) -> None:
+    def __init__(self, path: str, content: object, limit: AllocationLimit) -> None:
         self._path = path
-        self._effort = _FREE_EFFORT + _EFFORT_A_BYTE * pickle_bytes
+        self._spend = limit.spend
         self._opaque: set[int] = set()
         self.tensors: dict[str, TensorRecord] = {}
         if isinstance(content, TensorRecord):
@@ -65,10 +66,13 @@ class CheckpointTree:
     def _take_apart(self, container: object, prefix: str, depth: int) -> Any:
         """Collect the tensors of a container; return what else is in it, or `_NOTHING`."""
         if depth > _DEEPEST:
-            raise self._endless()
-        rest: list[tuple[object, object]] = []
+            raise MalformedPickleError(
+                f"{self._path}: the checkpoint holds itself, or parts of itself without end; save the state dict alone"
+            )
+        keys: list[object] = []
+        rest: list[object] = []
         for key, part in children(container) or ():
-            self._effort -= 1
+            self._spend(_ITEM_BYTES)
             left: object = _NOTHING
             if type(part) in _PLAIN:
                 left = part
@@ -79,13 +83,14 @@ class CheckpointTree:
                 left = part if type(part) is OpaqueObject else str(part)
             else:
                 left = self._take_apart(part, f"{self._name(prefix, key)}.", depth + 1)
-            rest.append((key, left))
-        if rest and all(part is _NOTHING for _, part in rest):
+            keys.append(key)
+            rest.append(left)
+        if rest and all(part is _NOTHING for part in rest):
             return _NOTHING
         if isinstance(container, (dict, OpaqueObject)):
-            return {key: part for key, part in rest if part is not _NOTHING}
+            return {key: part for key, part in zip(keys, rest, strict=True) if part is not _NOTHING}
         # The places of tensors in a list are kept, so that the others keep theirs.
-        items = [None if part is _NOTHING else part for _, part in rest]
+        items = [None if part is _NOTHING else part for part in rest]
         return tuple(items) if type(container) is tuple else items
 
     def _check_opaque(self, value: object) -> None:
@@ -103,25 +108,15 @@ class CheckpointTree:
                 inner = [*part.arguments, *part.states]
             else:
                 inner = [item for _, item in children(part) or ()]
-            self._effort -= len(inner)
-            if self._effort < 0:
-                raise self._endless()
+            self._spend(_ITEM_BYTES * len(inner))
             if inner:
                 self._opaque.add(id(part))
                 parts += inner
 
     def _name(self, prefix: str, key: object) -> str:
         name = prefix + _key_text(key)
-        self._effort -= len(name)
-        if self._effort < 0:
-            raise self._endless()
+        self._spend(len(name))
         return name
-
-    def _endless(self) -> MalformedPickleError:
-        return MalformedPickleError(
-            f"{self._path}: the checkpoint holds itself, or repeats parts of itself without end; "
-            "save the state dict alone"
-        )
 
     def _add(self, name: str, record: TensorRecord) -> None:
         if name in self.tensors:

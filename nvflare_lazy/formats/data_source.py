@@ -17,6 +17,7 @@ from nvflare_lazy.tensors.tensor_file import TensorFile
 if TYPE_CHECKING:
     import os
 
+    from nvflare_lazy.formats.pickle_stream import AllocationLimit
     from nvflare_lazy.tensors.byte_source import ByteSource
 
 
@@ -34,16 +35,17 @@ class LazyDataSource(ABC):
         path: Its path.
         content: What the pickle describes: meta tensors and plain data.
         storages: The storages of those tensors.
-        pickle_bytes: Size of that pickle.
+        limit: The limit of the memory that the contents take.
         swapped: Whether numbers in the storages have the other byte order than this machine's.
     """
+
+    limit: AllocationLimit
 
     def __init__(self, path: str | os.PathLike[str], file: TensorFile | None = None) -> None:
         self.file = TensorFile(path) if file is None else file
         self.path = self.file.path
         self.content: object = None
         self.storages = MetaStorages()
-        self.pickle_bytes = 0
         self.swapped = False
 
     @staticmethod

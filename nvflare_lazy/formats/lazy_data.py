@@ -67,7 +67,7 @@ def open_pytorch(
         raise ArchiveError(f"{file.path} does not begin like a PyTorch checkpoint of any kind")
     data = _KINDS[kind](path, file)
     content = data.content if section is None else select(file.path, data.content, section)
-    tree = CheckpointTree(file.path, content, data.pickle_bytes)
+    tree = CheckpointTree(file.path, content, data.limit)
     maker = EntryMaker(data)
     entries = {name: maker.entry(name, record) for name, record in tree.tensors.items()}
     return LazyTensorDict.from_entries(entries, metadata={"format": "pt"}, extras=tree.extras)

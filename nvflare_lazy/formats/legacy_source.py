@@ -53,7 +53,7 @@ class LegacyMultiStorageSource(LazyDataSource):
         self.swapped = sys.byteorder != "little"
         self.content = self._unpickle(stream)
         keys = self._unpickle(stream)
-        self.pickle_bytes = stream.consumed
+        self.limit = stream.limit
         self._storages = self._walk(keys, stream.position)
 
     def keys(self) -> list[str]:

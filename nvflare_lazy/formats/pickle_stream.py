@@ -19,7 +19,7 @@ _MAX_LINE_LEN = 4096
 # Bytes that the objects of a pickle may take: some in any case, and more for each byte of pickle. Real checkpoints stay
 # well below, and their pickles are rarely larger than a few megabytes.
 _FREE_BYTES = 64 << 20
-_BYTES_PER_BYTE = 32
+_BYTES_PER_BYTE = 64
 _MAX_BYTES = 2 << 30
 
 

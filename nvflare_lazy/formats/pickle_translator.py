@@ -13,6 +13,7 @@ import pickle
 import pickletools
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from array import array
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from nvflare_lazy.formats.pickle_stream import PickleStream
 
 # About what they take in CPython, as the object that the pickle describes and while it is translated.
-_SCALAR, _SLOT, _CONTAINER, _PAIR, _SET, _CALL = 96, 40, 128, 140, 300, 1000
+_CONSTANT, _SCALAR, _SLOT, _CONTAINER, _ITEM, _SET = 24, 64, 16, 80, 64, 280
+# Objects without arguments, storages, and any other call: a tensor takes the most.
+_EMPTY, _STORAGE_BYTES, _CALL = 120, 250, 600
 _MAX_KEY_LEN = 8
 _MAX_TUPLE_KEYS = 4096
 _MAX_INTEGER_LEN = 255
@@ -66,6 +69,7 @@ class _Made:
 
 _STORAGE = pickle.BINUNICODE + struct.pack("<I", 7) + b"storage"
 _MAKE_CALL = pickle.TUPLE3 + pickle.BINPERSID
+_SMALL = [pickle.BININT1 + bytes((value,)) for value in range(256)]
 _CONSTANTS = {None: pickle.NONE, True: pickle.NEWTRUE, False: pickle.NEWFALSE}
 
 
@@ -100,9 +104,14 @@ class PickleTranslator:
         self._spend = stream.limit.spend
         # The translation in pieces. Each value on the stack knows its first piece: a call can still get in front of it.
         self._pieces: list[bytes] = [pickle.PROTO + b"\x02"]
-        self._stack: list[tuple[object, int]] = []
+        self._stack: list[object] = []
+        self._starts = array("Q")
         self._marks: list[tuple[int, int]] = []
-        self._memo: dict[int, tuple[object, int]] = {}
+        # Values that the pickle may refer to, and the last piece of each; Python 2 counts them from 1.
+        self._memo: list[object] = []
+        self._memo_pieces = array("Q")
+        self._first_memo = 0
+        self._remembered: set[int] = set()
         self._names: dict[str, tuple[object, bytes]] = {}
         self._tuple_keys = 0
 
@@ -131,26 +140,28 @@ class PickleTranslator:
 
     def _push(self, value: object, code: bytes, weight: int = _SCALAR) -> None:
         self._spend(weight)
-        self._stack.append((value, len(self._pieces)))
+        self._stack.append(value)
+        self._starts.append(len(self._pieces))
         self._pieces.append(code)
 
     def _pop(self) -> object:
         if self._marks and len(self._stack) == self._marks[-1][0]:
             raise IndexError
-        return self._stack.pop()[0]
+        self._starts.pop()
+        return self._stack.pop()
 
     def _top(self) -> tuple[object, int]:
         if self._marks and len(self._stack) == self._marks[-1][0]:
             raise IndexError
-        return self._stack[-1]
+        return self._stack[-1], self._starts[-1]
 
     def _pop_to_mark(self) -> tuple[list[object], int]:
         """Return the values since the last mark, and the piece that is the mark."""
         if not self._marks:
             raise self._malformed("the end of a group that never began")
         height, piece = self._marks.pop()
-        values = [value for value, _ in self._stack[height:]]
-        del self._stack[height:]
+        values = self._stack[height:]
+        del self._stack[height:], self._starts[height:]
         return values, piece
 
     def _in_front(self, piece: int, code: bytes) -> None:
@@ -161,9 +172,11 @@ class PickleTranslator:
     def _scalar(self, value: Any) -> None:
         kind = type(value)
         if value is None or kind is bool:
-            self._push(value, _CONSTANTS[value])
+            self._push(value, _CONSTANTS[value], _CONSTANT)
         elif kind is int:
-            if -(1 << 31) <= value < 1 << 31:
+            if 0 <= value < len(_SMALL):
+                self._push(value, _SMALL[value], _CONSTANT)
+            elif -(1 << 31) <= value < 1 << 31:
                 self._push(value, pickle.BININT + struct.pack("<i", value))
             else:
                 code = pickle.encode_long(value)
@@ -201,30 +214,43 @@ class PickleTranslator:
         self._pieces.append(pickle.MARK)
 
     def _put(self, index: int) -> None:
-        self._spend(_PAIR)
-        value, _ = self._top()
-        number = self._memo[index][1] if index in self._memo else len(self._memo)
-        self._memo[index] = value, number
-        self._pieces.append(pickle.LONG_BINPUT + struct.pack("<I", number))
+        # Pickles remember much more than they ask for: it is written down only when it is asked for.
+        self._spend(_SLOT)
+        remembered = self._top()[0], len(self._pieces) - 1
+        if not self._memo:
+            self._first_memo = index
+        place = index - self._first_memo
+        if place == len(self._memo):
+            self._memo.append(remembered[0])
+            self._memo_pieces.append(remembered[1])
+        elif 0 <= place < len(self._memo):
+            self._memo[place], self._memo_pieces[place] = remembered
+        else:
+            raise self._malformed("values that are numbered out of order")
 
     def _get(self, index: int) -> None:
-        if index not in self._memo:
+        place = index - self._first_memo
+        if not 0 <= place < len(self._memo):
             raise self._malformed("a reference to a value that was never given")
-        value, number = self._memo[index]
-        self._push(value, pickle.LONG_BINGET + struct.pack("<I", number), _SLOT)
+        value, piece = self._memo[place], self._memo_pieces[place]
+        number = struct.pack("<I", piece)
+        if piece not in self._remembered:
+            self._remembered.add(piece)
+            self._pieces[piece] += pickle.LONG_BINPUT + number
+        self._push(value, pickle.LONG_BINGET + number, _SLOT)
 
     # ---- containers --------------------------------------------------------------------------------------------
 
     def _tuple(self, count: int, code: bytes) -> None:
         values = tuple(self._pop() for _ in range(count - 1))[::-1]
-        first, piece = self._top()
-        self._stack[-1] = ((first, *values), piece)
+        self._stack[-1] = (self._top()[0], *values)
         self._spend(_CONTAINER)
         self._pieces.append(code)
 
     def _marked(self, value: object, piece: int, code: bytes, weight: int) -> None:
         self._spend(weight)
-        self._stack.append((value, piece))
+        self._stack.append(value)
+        self._starts.append(piece)
         self._pieces.append(code)
 
     def _marked_tuple(self, _: None) -> None:
@@ -234,20 +260,20 @@ class PickleTranslator:
     def _marked_list(self, _: None) -> None:
         values, piece = self._pop_to_mark()
         self._in_front(piece, pickle.EMPTY_LIST)
-        self._marked(_Made("list", _PAIR * len(values)), piece, pickle.APPENDS, _CONTAINER + _SLOT * len(values))
+        self._marked(_Made("list", _SLOT * len(values)), piece, pickle.APPENDS, _CONTAINER + _SLOT * len(values))
 
     def _marked_dict(self, _: None) -> None:
         values, piece = self._pop_to_mark()
         self._check_keys(values)
         self._in_front(piece, pickle.EMPTY_DICT)
-        self._marked(_Made("dict", _PAIR * len(values)), piece, pickle.SETITEMS, _CONTAINER + _PAIR * len(values))
+        self._marked(_Made("dict", _ITEM * len(values)), piece, pickle.SETITEMS, _CONTAINER + _ITEM * len(values))
 
     def _marked_frozen_set(self, _: None) -> None:
         values, piece = self._pop_to_mark()
         for value in values:
             self._check_key(value)
         self._in_front(piece, _STORAGE + self._frozen_set)
-        weight = _PAIR * len(values)
+        weight = _ITEM * len(values)
         self._marked(_Made("object", weight), piece, pickle.TUPLE + pickle.TUPLE1 + _MAKE_CALL, _SET + weight)
 
     def _items(self, kind: Kind, is_one: bool) -> None:
@@ -264,8 +290,9 @@ class PickleTranslator:
         elif kind == "set":
             for item in items:
                 self._check_key(item)
-        self._spend(_PAIR * len(items))
-        target.weight += _PAIR * len(items)
+        weight = (_SLOT if kind == "list" else _ITEM) * len(items)
+        self._spend(weight)
+        target.weight += weight
         if target.kind == kind != "set":
             self._pieces.append(_ADDING[kind, is_one])
         else:
@@ -306,7 +333,7 @@ class PickleTranslator:
         # The texts stay, since they may be referred to: they become arguments of a function that ignores them.
         self._in_front(start, _STORAGE + self._first + code)
         self._pieces.append(pickle.TUPLE3 + _MAKE_CALL)
-        self._stack[-1] = (value, start)
+        self._stack[-1] = value
 
     def _lookup(self, module: str, name: str) -> tuple[object, bytes]:
         if (module, name) in NAME_MAPPING:
@@ -331,13 +358,13 @@ class PickleTranslator:
         # A function copies its arguments, and what is in tuples among them, at most once, whatever else shares them.
         weight = sum(map(_weight, arguments))
         weight += sum(sum(map(_weight, part)) for part in arguments if type(part) is tuple)
-        self._spend(_CALL + weight)
+        self._spend((_CALL if arguments else _EMPTY) + weight)
         if called.name.calls == "torch" or (called.name.calls == "ours with arguments" and not arguments):
             self._pieces.append(pickle.REDUCE)
         else:
             self._in_front(start, _STORAGE)
             self._pieces.append(_MAKE_CALL)
-        self._stack[-1] = (_Made(called.name.makes, weight), start)
+        self._stack[-1] = _Made(called.name.makes, weight)
 
     def _build_object(self, _: None) -> None:
         self._pop()
@@ -353,8 +380,8 @@ class PickleTranslator:
         else:
             self._in_front(start, _STORAGE + self._load_id)
             self._pieces.append(pickle.TUPLE1 + _MAKE_CALL)
-        self._spend(_CALL)
-        self._stack[-1] = (_Made("object"), start)
+        self._spend(_STORAGE_BYTES)
+        self._stack[-1] = _Made("object")
 
 
 def is_plain_key(key: object) -> bool:
@@ -381,7 +408,7 @@ def _weight(value: object) -> int:
     if type(value) is _Made:
         return value.weight
     if type(value) in (tuple, str, bytes, bytearray):
-        return _SLOT + len(value) * (_PAIR if type(value) is tuple else 1)  # type: ignore[arg-type]
+        return _SLOT + len(value) * (_SLOT if type(value) is tuple else 1)  # type: ignore[arg-type]
     return _SLOT
 
 
@@ -397,7 +424,7 @@ _ACTIONS: dict[str, Callable[[PickleTranslator, Any], None]] = {
     "FRAME": lambda self, _: None,
     "STOP": PickleTranslator._stop,
     "MARK": PickleTranslator._mark,
-    "MEMOIZE": lambda self, _: self._put(len(self._memo)),
+    "MEMOIZE": lambda self, _: self._put(self._first_memo + len(self._memo)),
     **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), PickleTranslator._put),
     **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), PickleTranslator._get),
     "NONE": PickleTranslator._scalar,

@@ -63,7 +63,7 @@ class TarSource(LazyDataSource):
                 raise
             raise self._damaged(f"tables ({str(error)[:200]})") from None
         self.content = self._unpickle(streams["pickle"])
-        self.pickle_bytes = sum(stream.consumed for stream in streams.values())
+        self.limit = streams["pickle"].limit
 
     def keys(self) -> list[str]:
         return list(self._storages)

@@ -145,10 +145,10 @@ def unpickle(stream: PickleStream, load_id: Callable[[object], object]) -> objec
         load_id: Returns the storage or tensor for a persistent id, or raises ValueError.
     """
     translator = PickleTranslator(stream, partial(_find_name, stream.path), _extend, _build, frozenset, load_id)
-    translation = translator.translate()
-    unpickler = _Unpickler(io.BytesIO(translation))
+    unpickler = _Unpickler(io.BytesIO(translator.translate()))
     unpickler.values = translator.values
     unpickler.load_id = load_id
+    del translator  # with all that it took
     try:
         return unpickler.load()  # type: ignore[no-untyped-call]
     except (NVFlareLazyError, MemoryError):

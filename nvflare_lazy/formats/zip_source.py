@@ -55,7 +55,7 @@ class ZipSource(LazyDataSource):
         record = self._records[_PICKLE]
         stream = PickleStream(self.file, record.offset, record.offset + record.nbytes)
         self.content = unpickle(stream, self._load_id)
-        self.pickle_bytes = stream.consumed
+        self.limit = stream.limit
 
     def keys(self) -> list[str]:
         return [name.removeprefix(_STORAGES) for name in self._records if name.startswith(_STORAGES)]

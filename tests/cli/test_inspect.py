@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -82,6 +83,14 @@ def test_extras_as_json(cli, tmp_path):
     torch.save({"w": torch.ones(1), "lr": math.nan, "betas": (0.9, 0.99), "steps": {1: "a"}}, tmp_path / "file.pt")
     document = json.loads(cli("inspect", "--json", "file.pt").out, parse_constant=pytest.fail)
     assert document["extras"] == {"lr": "nan", "betas": [0.9, 0.99], "steps": {"1": "a"}}
+
+
+def test_extras_that_are_not_loaded_are_named(cli, tmp_path):
+    """Objects that are more than plain data stay what they are called, in the table and as JSON."""
+    torch.save({"w": torch.zeros(2), "loss": [np.float64(0.5)]}, tmp_path / "model.pt")
+    name = "multiarray.scalar, not loaded>"
+    assert name in cli("inspect", tmp_path / "model.pt").stdout
+    assert name in json.loads(cli("inspect", tmp_path / "model.pt", "--json").stdout)["extras"]["loss"][0]
 
 
 def test_match(cli, model):

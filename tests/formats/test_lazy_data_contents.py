@@ -287,7 +287,7 @@ def _laughing_lists() -> object:
 @pytest.mark.parametrize("make", [_cyclic_dict, _cyclic_list, _deep, _laughs, _laughing_lists])
 def test_contents_without_end(tmp_path, make):
     """What holds itself, or repeats itself a million million times, is an error and not a hang."""
-    with pytest.raises(MalformedPickleError, match="without end"):
+    with pytest.raises(MalformedPickleError, match=r"without end|far more memory"):
         open_pytorch(saved(tmp_path, make()))
 
 
