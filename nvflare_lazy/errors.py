@@ -40,20 +40,10 @@
     │   └── OptimizerStateError                      a server optimizer's state does not match the model
     └── FormatError (ValueError)                     a file breaks the rules of its format
         ├── UnknownFormatError                       not a checkpoint of a supported format
-        ├── CheckpointError                          a PyTorch checkpoint that cannot be opened
-        │   ├── ArchiveError                         the zip or tar around it is broken or plays tricks
-        │   │   ├── CompressedRecordError            a record is compressed: it cannot be read in part
-        │   │   ├── EncryptedRecordError             a record is encrypted
-        │   │   ├── OverlappingRecordError           two records share bytes
-        │   │   ├── DuplicateRecordError             two records have the same name
-        │   │   ├── RecordNameError                  a record's name tries to leave the archive
-        │   │   └── TorchScriptError                 a TorchScript program, which is code
-        │   ├── MalformedPickleError                 its pickle is damaged, or larger in memory than on disk
-        │   ├── ForbiddenGlobalError                 its pickle names what is not part of a state dict
-        │   ├── StorageError (LookupError)           a storage that is not there, cut short or of another size
-        │   ├── TensorGeometryError                  a tensor that reaches out of its storage
-        │   ├── NameCollisionError                   two tensors whose joined names are the same
-        │   └── SectionError (LookupError)           the section asked for is not there
+        ├── PyTorchCheckpointError                   a PyTorch checkpoint that is damaged or forged
+        │   ├── ArchiveError                         its zip or tar archive is damaged, or holds something else
+        │   ├── ForbiddenGlobalError                 its pickle names more than a state dict does
+        │   └── SectionError (LookupError)           the requested section is missing
         ├── SafetensorsError                         breaks a rule of the format, named by `rule`
         └── ShardError                               the files of a sharded checkpoint do not belong together
             ├── ShardIndexError                      the index is not JSON with a weight map
@@ -171,60 +161,20 @@ class UnknownFormatError(FormatError):
     """The content is not a checkpoint of a supported format; the message says what it looks like."""
 
 
-class CheckpointError(FormatError):
-    """A PyTorch checkpoint that cannot be opened."""
+class PyTorchCheckpointError(FormatError):
+    """A PyTorch checkpoint cannot be opened: it is damaged or forged, or two of its tensors have one name."""
 
 
-class ArchiveError(CheckpointError):
-    """The zip or tar archive around a checkpoint is broken, plays tricks, or holds something else."""
+class ArchiveError(PyTorchCheckpointError):
+    """The zip or tar archive of a checkpoint is damaged, compressed, ambiguous, or holds something else."""
 
 
-class CompressedRecordError(ArchiveError):
-    """A record is compressed: it cannot be read in part, and may be a bomb."""
-
-
-class EncryptedRecordError(ArchiveError):
-    """A record is encrypted."""
-
-
-class OverlappingRecordError(ArchiveError):
-    """Two records, or a record and the archive's directory, share bytes."""
-
-
-class DuplicateRecordError(ArchiveError):
-    """Two records have the same name: readers would differ on which one counts."""
-
-
-class RecordNameError(ArchiveError):
-    """A record's name tries to leave the archive, or is not the same in both places that state it."""
-
-
-class TorchScriptError(ArchiveError):
-    """A TorchScript program: its tensors come with code that only TorchScript can run."""
-
-
-class MalformedPickleError(CheckpointError):
-    """The pickle is damaged, or would take far more memory than it has bytes."""
-
-
-class ForbiddenGlobalError(CheckpointError):
+class ForbiddenGlobalError(PyTorchCheckpointError):
     """The pickle names a function or class that is not part of a state dict; nothing of it was run."""
 
 
-class StorageError(CheckpointError, LookupError):
-    """A storage that a tensor refers to is not in the file, cut short, or of another size than stated."""
-
-
-class TensorGeometryError(CheckpointError):
-    """A tensor's shape, strides and offset reach out of its storage, or are no geometry at all."""
-
-
-class NameCollisionError(CheckpointError):
-    """Two tensors of a nested checkpoint would get the same name."""
-
-
-class SectionError(CheckpointError, LookupError):
-    """The section that was asked for is not in the checkpoint, or holds no named tensors."""
+class SectionError(PyTorchCheckpointError, LookupError):
+    """The requested section is not in the checkpoint, or has no named tensors."""
 
 
 class SafetensorsError(FormatError):

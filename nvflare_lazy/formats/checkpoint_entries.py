@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import TensorGeometryError, UnsupportedDtypeError, UnsupportedTensorError
+from nvflare_lazy.errors import PyTorchCheckpointError, UnsupportedDtypeError, UnsupportedTensorError
 from nvflare_lazy.formats.unpickler import StorageRef, UnsupportedTensor
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.byte_source import FailedSource
@@ -144,8 +144,8 @@ class EntryMaker:
         if prod(size for size in shape if size) * dtype.itemsize > _MOST_BYTES:
             raise self._impossible(name, "more bytes than can be counted")
 
-    def _impossible(self, name: str, what: str) -> TensorGeometryError:
-        return TensorGeometryError(f"{self._data.path}: {quoted(name)} has {what}; the file is damaged or forged")
+    def _impossible(self, name: str, what: str) -> PyTorchCheckpointError:
+        return PyTorchCheckpointError(f"{self._data.path}: {quoted(name)} has {what}; the file is damaged or forged")
 
 
 def _flipped(record: _View) -> tuple[bool, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch.storage import TypedStorage
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import MalformedPickleError, NameCollisionError, SectionError
+from nvflare_lazy.errors import PyTorchCheckpointError, SectionError
 from nvflare_lazy.formats.unpickler import OpaqueObject, UnsupportedTensor, refuse
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class CheckpointTree:
     def _take_apart(self, container: object, prefix: str, depth: int) -> Any:
         """Collect the tensors of a container; return what else is in it, or `_NOTHING`."""
         if depth > _DEEPEST:
-            raise MalformedPickleError(
+            raise PyTorchCheckpointError(
                 f"{self._path}: the checkpoint holds itself, or parts of itself without end; save the state dict alone"
             )
         keys: list[object] = []
@@ -120,7 +120,7 @@ class CheckpointTree:
 
     def _add(self, name: str, record: TensorRecord) -> None:
         if name in self.tensors:
-            raise NameCollisionError(
+            raise PyTorchCheckpointError(
                 f"{self._path}: two tensors would both be called {quoted(name)}; "
                 "open the part you need with section=..."
             )

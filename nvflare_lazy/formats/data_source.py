@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import StorageError
+from nvflare_lazy.errors import PyTorchCheckpointError
 from nvflare_lazy.formats.unpickler import MetaStorages
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
@@ -84,8 +84,8 @@ class LazyDataSource(ABC):
             raise self._missing(key)
         return found
 
-    def _missing(self, key: str) -> StorageError:
-        return StorageError(
+    def _missing(self, key: str) -> PyTorchCheckpointError:
+        return PyTorchCheckpointError(
             f"{self.path} has no storage {quoted(key)}: the file is damaged or incomplete; get it again"
         )
 

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import MalformedPickleError, StorageError
+from nvflare_lazy.errors import PyTorchCheckpointError
 from nvflare_lazy.formats.data_source import LazyDataSource
 from nvflare_lazy.formats.pickle_stream import PickleStream
 from nvflare_lazy.formats.unpickler import StorageRef, storage_ref, unpickle
@@ -46,7 +46,7 @@ class LegacyMultiStorageSource(LazyDataSource):
         self._announced: dict[str, StorageRef] = {}
         stream = PickleStream(self.file, 0, self.file.size)
         if self._unpickle(stream) != MAGIC_NUMBER or self._unpickle(stream) != _VERSION:
-            raise MalformedPickleError(f"{self.path} does not begin like a PyTorch checkpoint")
+            raise PyTorchCheckpointError(f"{self.path} does not begin like a PyTorch checkpoint")
         # Says, among others, whether the machine was big-endian. The storages never are: those machines turned the
         # bytes around on writing.
         self._unpickle(stream)
@@ -78,16 +78,18 @@ class LegacyMultiStorageSource(LazyDataSource):
 
     def _walk(self, keys: object, at: int) -> dict[str, FileSource]:
         if type(keys) is not list:
-            raise MalformedPickleError(f"{self.path} has no list of storages after its contents; it is damaged")
+            raise PyTorchCheckpointError(f"{self.path} has no list of storages after its contents; it is damaged")
         storages: dict[str, FileSource] = {}
         for key in keys:
             announced = self._announced.get(key) if type(key) is str else None
             if announced is None or key in storages:
-                raise StorageError(f"{self.path} lists a storage that no tensor is in, or one twice; it is damaged")
+                raise PyTorchCheckpointError(
+                    f"{self.path} lists a storage that no tensor is in, or one twice; it is damaged"
+                )
             nbytes = self._count(announced, at) * announced.dtype.itemsize
             at += _COUNT_BYTES
             if nbytes != announced.total or at + nbytes > self.file.size:
-                raise StorageError(
+                raise PyTorchCheckpointError(
                     f"{self.path}: storage {quoted(key)} should have {announced.total} bytes, but says {nbytes} and "
                     f"{max(self.file.size - at, 0)} are left: the file is damaged or cut short; get it again"
                 )
@@ -99,7 +101,7 @@ class LegacyMultiStorageSource(LazyDataSource):
 
     def _count(self, announced: StorageRef, at: int) -> int:
         if at + _COUNT_BYTES > self.file.size:
-            raise StorageError(
+            raise PyTorchCheckpointError(
                 f"{self.path} ends before storage {quoted(announced.key)}: it was cut short; get it again"
             )
         count = FileSource(self.file, at, _COUNT_BYTES).read()

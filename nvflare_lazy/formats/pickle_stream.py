@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nvflare_lazy.errors import MalformedPickleError
+from nvflare_lazy.errors import PyTorchCheckpointError
 
 if TYPE_CHECKING:
     from nvflare_lazy.tensors.tensor_file import TensorFile
@@ -41,7 +41,7 @@ class AllocationLimit:
         if self._used > self._limit:
             self._limit = min(_FREE_BYTES + _BYTES_PER_BYTE * self._stream.consumed, _MAX_BYTES)
             if self._used > self._limit:
-                raise MalformedPickleError(
+                raise PyTorchCheckpointError(
                     f"{self._stream.path}: the pickle would take far more memory than a state dict needs; "
                     "nothing of it was loaded"
                 )
@@ -97,7 +97,7 @@ class PickleStream:
         while not line.endswith(b"\n"):
             line += self.read(1)
             if len(line) > _MAX_LINE_LEN:
-                raise MalformedPickleError(f"{self.path}: the pickle has a line of more than {_MAX_LINE_LEN} bytes")
+                raise PyTorchCheckpointError(f"{self.path}: the pickle has a line of more than {_MAX_LINE_LEN} bytes")
         return bytes(line)
 
     def skip(self, count: int) -> None:
@@ -109,7 +109,7 @@ class PickleStream:
     def _check(self, count: int) -> None:
         left = self._stop - self.position
         if not 0 <= count <= left:
-            raise MalformedPickleError(
+            raise PyTorchCheckpointError(
                 f"{self.path}: the pickle asks for {count} bytes at offset {self.position}, where {left} are left: "
                 "the file is cut short or damaged; get it again"
             )

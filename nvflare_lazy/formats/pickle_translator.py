@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from nvflare_lazy.errors import MalformedPickleError, NVFlareLazyError
+from nvflare_lazy.errors import NVFlareLazyError, PyTorchCheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,8 +131,8 @@ class PickleTranslator:
             raise self._malformed(f"an opcode that makes no sense ({str(error)[:200]})") from None
         return b"".join(self._pieces)
 
-    def _malformed(self, what: str) -> MalformedPickleError:
-        return MalformedPickleError(
+    def _malformed(self, what: str) -> PyTorchCheckpointError:
+        return PyTorchCheckpointError(
             f"{self._stream.path}: the pickle has {what}: the file is damaged, or holds more than a state dict"
         )
 

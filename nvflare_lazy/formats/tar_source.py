@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import ArchiveError, MalformedPickleError, NVFlareLazyError, StorageError
+from nvflare_lazy.errors import ArchiveError, NVFlareLazyError, PyTorchCheckpointError
 from nvflare_lazy.formats.data_source import LazyDataSource
 from nvflare_lazy.formats.pickle_stream import PickleStream
 from nvflare_lazy.formats.tar_archive import read_members
@@ -107,7 +107,9 @@ class TarSource(LazyDataSource):
             raise self._damaged("views of storages")
         width = root.dtype.itemsize
         if min(offset, numel) < 0 or (offset + numel) * width > root.nbytes:
-            raise StorageError(f"{self.path} has a storage that reaches out of the one it is a part of; it is damaged")
+            raise PyTorchCheckpointError(
+                f"{self.path} has a storage that is larger than the one it is a part of; it is damaged"
+            )
         self._objects[number] = StorageRef(
             root.key, root.dtype, root.offset + offset * width, numel * width, root.total
         )
@@ -148,8 +150,8 @@ class TarSource(LazyDataSource):
 
     def _within(self, stream: PickleStream, nbytes: int) -> int:
         if nbytes < 0 or stream.position + nbytes > self.file.size:
-            raise StorageError(f"{self.path} ends before its storages do: it was cut short; get it again")
+            raise PyTorchCheckpointError(f"{self.path} ends before its storages do: it was cut short; get it again")
         return nbytes
 
-    def _damaged(self, what: str) -> MalformedPickleError:
-        return MalformedPickleError(f"{self.path}: its {what} are not as PyTorch writes them; it is damaged")
+    def _damaged(self, what: str) -> PyTorchCheckpointError:
+        return PyTorchCheckpointError(f"{self.path}: its {what} are not as PyTorch writes them; it is damaged")

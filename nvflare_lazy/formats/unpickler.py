@@ -20,7 +20,7 @@ from torch import _weights_only_unpickler as weights_only
 from torch.storage import TypedStorage, UntypedStorage
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import ForbiddenGlobalError, MalformedPickleError, NVFlareLazyError
+from nvflare_lazy.errors import ForbiddenGlobalError, NVFlareLazyError, PyTorchCheckpointError
 from nvflare_lazy.formats.pickle_translator import Caller, Kind, Name, PickleTranslator, is_plain_key
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def unpickle(stream: PickleStream, load_id: Callable[[object], object]) -> objec
     except (NVFlareLazyError, MemoryError):
         raise
     except Exception as error:  # anything at all: torch passes what the file says to its own functions
-        raise MalformedPickleError(
+        raise PyTorchCheckpointError(
             f"{stream.path}: the pickle makes no sense ({str(error)[:200]}): the file is damaged or forged"
         ) from None
 

@@ -14,11 +14,6 @@ from typing import TYPE_CHECKING
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import (
     ArchiveError,
-    CompressedRecordError,
-    DuplicateRecordError,
-    EncryptedRecordError,
-    OverlappingRecordError,
-    RecordNameError,
 )
 
 if TYPE_CHECKING:
@@ -70,9 +65,7 @@ class _Directory:
         records: dict[str, ZipRecord] = {}
         for entry in entries:
             if entry.name in records:
-                raise DuplicateRecordError(
-                    f"{self._file.path} has two records called {quoted(entry.name)}; do not use it"
-                )
+                raise ArchiveError(f"{self._file.path} has two records called {quoted(entry.name)}; do not use it")
             records[entry.name] = ZipRecord(self._data_offset(entry), entry.nbytes, entry.crc32)
         self._check_overlaps(entries, records)
         return {name: record for name, record in records.items() if not name.endswith("/")}
@@ -135,9 +128,9 @@ class _Directory:
         self._check_name(name)
         flags, method, packed, nbytes, disk, attributes, header = (fields[at] for at in (3, 4, 8, 9, 13, 15, 16))
         if flags & _ENCRYPTED:
-            raise EncryptedRecordError(f"{self._file.path}: {quoted(name)} is encrypted; save the checkpoint without")
+            raise ArchiveError(f"{self._file.path}: {quoted(name)} is encrypted; save the checkpoint without")
         if method:
-            raise CompressedRecordError(
+            raise ArchiveError(
                 f"{self._file.path}: {quoted(name)} is compressed, and can only be read as a whole; "
                 "unpack the archive, or load it with torch.load and save it again"
             )
@@ -160,7 +153,7 @@ class _Directory:
     def _check_name(self, name: str) -> None:
         parts = name.removesuffix("/").split("/")
         if "\\" in name or "\0" in name or not all(part and part not in (".", "..") for part in parts):
-            raise RecordNameError(f"{self._file.path} has a record called {quoted(name)}, which is no name of a record")
+            raise ArchiveError(f"{self._file.path} has a record called {quoted(name)}, which is no name of a record")
 
     def _data_offset(self, entry: _Entry) -> int:
         """Return where the record's data begins: after a header of its own, whose padding only it knows."""
@@ -172,7 +165,7 @@ class _Directory:
         if magic != MAGIC or flags & _ENCRYPTED or method:
             raise self._broken(f"the header of {quoted(entry.name)} is not what the directory says")
         if name_length != len(name) or header[_LOCAL.size :] != name:
-            raise RecordNameError(
+            raise ArchiveError(
                 f"{self._file.path}: {quoted(entry.name)} has another name in its header; do not use this file"
             )
         return int(entry.header + _LOCAL.size + name_length + extra_length)
@@ -181,13 +174,13 @@ class _Directory:
         end = 0
         for entry in sorted(entries, key=lambda entry: entry.header):
             if entry.header < end:
-                raise OverlappingRecordError(
+                raise ArchiveError(
                     f"{self._file.path}: {quoted(entry.name)} shares bytes with the record before it; "
                     "do not use this file"
                 )
             end = records[entry.name].offset + entry.nbytes
         if end > self._start:
-            raise OverlappingRecordError(f"{self._file.path}: its last record runs into its directory; it is damaged")
+            raise ArchiveError(f"{self._file.path}: its last record runs into its directory; it is damaged")
 
     def _read(self, offset: int, count: int) -> bytes:
         if offset + count > self._file.size:

@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import ArchiveError, StorageError, TorchScriptError
+from nvflare_lazy.errors import ArchiveError, PyTorchCheckpointError
 from nvflare_lazy.formats.data_source import LazyDataSource
 from nvflare_lazy.formats.pickle_stream import PickleStream
 from nvflare_lazy.formats.unpickler import storage_ref, unpickle
@@ -71,7 +71,7 @@ class ZipSource(LazyDataSource):
         ref = storage_ref(storage_type, key, numel)
         nbytes = self.storage(ref.key).nbytes
         if ref.total > nbytes:
-            raise StorageError(
+            raise PyTorchCheckpointError(
                 f"{self.path}: storage {quoted(ref.key)} should have {ref.total} bytes, but has {nbytes}: "
                 "the file is damaged; get it again"
             )
@@ -93,7 +93,7 @@ class ZipSource(LazyDataSource):
 
     def _check_kind(self) -> None:
         if "constants.pkl" in self._records:
-            raise TorchScriptError(
+            raise ArchiveError(
                 f"{self.path} is a TorchScript program, which is code with tensors in it: where it can do no harm, "
                 "load it with torch.jit.load and save its state_dict() with torch.save or as safetensors"
             )

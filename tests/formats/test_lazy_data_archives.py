@@ -12,15 +12,7 @@ import torch
 
 from nvflare_lazy.errors import (
     ArchiveError,
-    CheckpointError,
-    CompressedRecordError,
-    DuplicateRecordError,
-    EncryptedRecordError,
-    MalformedPickleError,
-    OverlappingRecordError,
-    RecordNameError,
-    StorageError,
-    TorchScriptError,
+    PyTorchCheckpointError,
 )
 from nvflare_lazy.formats import zip_archive
 from nvflare_lazy.formats.lazy_data import open_pytorch, sniff_pytorch
@@ -128,7 +120,7 @@ def test_little_endian_is_what_nothing_means(path):
 def test_compressed_records(path):
     """A compressed record cannot be read in part, and a bomb is one: nothing is unpacked."""
     rezipped(path, compression=zipfile.ZIP_DEFLATED)
-    with pytest.raises(CompressedRecordError, match=r"model/data\.pkl' is compressed"):
+    with pytest.raises(ArchiveError, match=r"model/data\.pkl' is compressed"):
         open_pytorch(path)
 
 
@@ -137,7 +129,7 @@ def test_bomb(tmp_path, rss_anon):
     with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("bomb/data.pkl", bytes(512 << 20))
     before = rss_anon()
-    with pytest.raises(CompressedRecordError):
+    with pytest.raises(ArchiveError):
         open_pytorch(tmp_path / "bomb.pt")
     assert rss_anon() - before < 16 << 20
 
@@ -152,7 +144,7 @@ def test_encrypted_records(path, bit):
         data[at + 8 : at + 10] = struct.pack("<H", struct.unpack_from("<H", data, at + 8)[0] | bit)
 
     rewrite(path, change)
-    with pytest.raises(EncryptedRecordError, match="encrypted"):
+    with pytest.raises(ArchiveError, match="encrypted"):
         open_pytorch(path)
 
 
@@ -163,7 +155,7 @@ def test_duplicate_records(path):
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in (*records.items(), ("data/0", bytes(400))):
             archive.writestr(f"model/{name}", data)
-    with pytest.raises(DuplicateRecordError, match="two records called 'model/data/0'"):
+    with pytest.raises(ArchiveError, match="two records called 'model/data/0'"):
         open_pytorch(path)
 
 
@@ -178,7 +170,7 @@ def test_overlapping_records(path):
         assert second > first
 
     rewrite(path, change)
-    with pytest.raises(OverlappingRecordError, match="data/1' shares bytes"):
+    with pytest.raises(ArchiveError, match="data/1' shares bytes"):
         open_pytorch(path)
 
 
@@ -190,7 +182,7 @@ def test_record_that_runs_into_the_directory(path):
         data[last + 20 : last + 28] = struct.pack("<2I", 300, 300)
 
     rewrite(path, change)
-    with pytest.raises(OverlappingRecordError, match="into its directory"):
+    with pytest.raises(ArchiveError, match="into its directory"):
         open_pytorch(path)
 
 
@@ -206,7 +198,7 @@ def test_names_that_lead_out_of_the_archive(path, name):
         # Written under another name of that length, since zipfile would tidy some of these up.
         archive.writestr("~" * len(name), b"")
     rewrite(path, lambda data: data.replace(b"~" * len(name), name.encode()))
-    with pytest.raises(RecordNameError, match="no name of a record"):
+    with pytest.raises(ArchiveError, match="no name of a record"):
         open_pytorch(path)
 
 
@@ -218,7 +210,7 @@ def test_another_name_in_the_header(path):
         data[at + 6 : at + 7] = b"9"
 
     rewrite(path, change)
-    with pytest.raises(RecordNameError, match="another name in its header"):
+    with pytest.raises(ArchiveError, match="another name in its header"):
         open_pytorch(path)
 
 
@@ -315,7 +307,7 @@ def test_names_in_messages_are_harmless(path):
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in (*records.items(), ("\x1b[2J" * 500, b"")):
             archive.writestr(f"model/{name}\\" if "\x1b" in name else f"model/{name}", data)
-    with pytest.raises(RecordNameError) as caught:
+    with pytest.raises(ArchiveError) as caught:
         open_pytorch(path)
     assert "\x1b" not in str(caught.value)
     assert len(str(caught.value)) < 500
@@ -326,7 +318,7 @@ def test_torchscript(tmp_path):
     files.write_records(
         tmp_path / "model.pt", {"data.pkl": b"\x80\x02}.", "constants.pkl": b"\x80\x02).", "code/a": b""}
     )
-    with pytest.raises(TorchScriptError, match=r"torch\.jit\.load"):
+    with pytest.raises(ArchiveError, match=r"torch\.jit\.load"):
         open_pytorch(tmp_path / "model.pt")
 
 
@@ -383,7 +375,7 @@ def test_missing_and_short_storages(path, data, what):
     records = files.records_of(path)
     del records["data/1"]
     files.write_records(path, records if data is None else records | {"data/1": data})
-    with pytest.raises(StorageError, match=what):
+    with pytest.raises(PyTorchCheckpointError, match=what):
         open_pytorch(path)
 
 
@@ -403,7 +395,7 @@ def test_legacy_cut_short_anywhere(legacy):
     data = legacy.read_bytes()
     for length in range(len(data)):
         legacy.write_bytes(data[:length])
-        with pytest.raises(CheckpointError):
+        with pytest.raises(PyTorchCheckpointError):
             open_pytorch(legacy)
 
 
@@ -413,20 +405,20 @@ def test_legacy_counts_that_lie(legacy):
     at = data.rindex(struct.pack("<q", 100))
     for count in (0, 99, 101, -1, 1 << 60, -(1 << 63)):
         legacy.write_bytes(data[:at] + struct.pack("<q", count) + data[at + 8 :])
-        with pytest.raises(StorageError, match="should have 400 bytes"):
+        with pytest.raises(PyTorchCheckpointError, match="should have 400 bytes"):
             open_pytorch(legacy)
 
 
 @pytest.mark.parametrize(
     ("keys", "error", "what"),
     [
-        (["1", "1"], StorageError, "or one twice"),
-        (["1", "2"], StorageError, "no tensor is in"),
-        ([1], StorageError, "no tensor is in"),
-        ([[]], StorageError, "no tensor is in"),
-        (None, MalformedPickleError, "no list of storages"),
-        ({"1": 2}, MalformedPickleError, "no list of storages"),
-        ([], StorageError, "has no storage '1'"),
+        (["1", "1"], PyTorchCheckpointError, "or one twice"),
+        (["1", "2"], PyTorchCheckpointError, "no tensor is in"),
+        ([1], PyTorchCheckpointError, "no tensor is in"),
+        ([[]], PyTorchCheckpointError, "no tensor is in"),
+        (None, PyTorchCheckpointError, "no list of storages"),
+        ({"1": 2}, PyTorchCheckpointError, "no list of storages"),
+        ([], PyTorchCheckpointError, "has no storage '1'"),
     ],
 )
 def test_legacy_lists_of_storages_that_lie(tmp_path, keys, error, what):
@@ -459,7 +451,7 @@ def test_legacy_lists_of_storages_that_lie(tmp_path, keys, error, what):
 def test_storages_that_make_no_sense(tmp_path, storage, what):
     """Each field of a storage's id that is not what torch writes."""
     files.write_legacy(tmp_path / "model.pt", files.hand_pickle([files.StorageId(*storage)]), [])
-    with pytest.raises(MalformedPickleError, match=what):
+    with pytest.raises(PyTorchCheckpointError, match=what):
         open_pytorch(tmp_path / "model.pt")
 
 
@@ -470,7 +462,7 @@ def test_legacy_preamble_is_read_with_the_same_care(tmp_path, field):
     magic = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
     options = {"magic": magic[:-1] + evil} if field == "magic" else {"machine": evil}
     files.write_legacy(tmp_path / "model.pt", pickle.dumps({}, 2), **options)
-    with pytest.raises(CheckpointError, match=r"os\.system"):
+    with pytest.raises(PyTorchCheckpointError, match=r"os\.system"):
         open_pytorch(tmp_path / "model.pt")
 
 
@@ -496,7 +488,7 @@ def test_tar_cut_short_anywhere(tar):
     end = data.index(tar_members(tar)["storages"]) + len(tar_members(tar)["storages"])
     for length in range(0, end, 37):
         tar.write_bytes(data[:length])
-        with pytest.raises(CheckpointError):
+        with pytest.raises(PyTorchCheckpointError):
             open_pytorch(tar)
 
 
@@ -538,21 +530,21 @@ def test_endless_tar(tar):
 @pytest.mark.parametrize(
     ("member", "old", "new", "error"),
     [
-        ("storages", pickle.dumps(2, 2), pickle.dumps(3, 2), CheckpointError),
-        ("storages", pickle.dumps(2, 2), pickle.dumps(1, 2), CheckpointError),
-        ("storages", pickle.dumps(2, 2), pickle.dumps(-1, 2), MalformedPickleError),
-        ("storages", pickle.dumps(2, 2), pickle.dumps("2", 2), MalformedPickleError),
-        ("storages", pickle.dumps(2, 2), pickle.dumps(1 << 60, 2), CheckpointError),
-        ("storages", struct.pack("<q", 100), struct.pack("<q", 1 << 60), StorageError),
-        ("storages", struct.pack("<q", 100), struct.pack("<q", -1), StorageError),
-        ("storages", b"FloatStorage", b"FloatTensor\0", CheckpointError),
-        ("storages", pickle.dumps([], 2), pickle.dumps(None, 2), MalformedPickleError),
-        ("storages", pickle.dumps([], 2), pickle.dumps([(1, 2, 3)], 2), MalformedPickleError),
-        ("storages", pickle.dumps([], 2), pickle.dumps([(1, 2, 3, 4)], 2), MalformedPickleError),
-        ("tensors", struct.pack("<ii", 1, 0), struct.pack("<ii", 1 << 30, 0), MalformedPickleError),
-        ("tensors", struct.pack("<ii", 1, 0), struct.pack("<ii", -1, 0), MalformedPickleError),
-        ("tensors", struct.pack("<q", 100), struct.pack("<q", 1 << 62), CheckpointError),
-        ("tensors", struct.pack("<q", 100), struct.pack("<q", 101), CheckpointError),
+        ("storages", pickle.dumps(2, 2), pickle.dumps(3, 2), PyTorchCheckpointError),
+        ("storages", pickle.dumps(2, 2), pickle.dumps(1, 2), PyTorchCheckpointError),
+        ("storages", pickle.dumps(2, 2), pickle.dumps(-1, 2), PyTorchCheckpointError),
+        ("storages", pickle.dumps(2, 2), pickle.dumps("2", 2), PyTorchCheckpointError),
+        ("storages", pickle.dumps(2, 2), pickle.dumps(1 << 60, 2), PyTorchCheckpointError),
+        ("storages", struct.pack("<q", 100), struct.pack("<q", 1 << 60), PyTorchCheckpointError),
+        ("storages", struct.pack("<q", 100), struct.pack("<q", -1), PyTorchCheckpointError),
+        ("storages", b"FloatStorage", b"FloatTensor\0", PyTorchCheckpointError),
+        ("storages", pickle.dumps([], 2), pickle.dumps(None, 2), PyTorchCheckpointError),
+        ("storages", pickle.dumps([], 2), pickle.dumps([(1, 2, 3)], 2), PyTorchCheckpointError),
+        ("storages", pickle.dumps([], 2), pickle.dumps([(1, 2, 3, 4)], 2), PyTorchCheckpointError),
+        ("tensors", struct.pack("<ii", 1, 0), struct.pack("<ii", 1 << 30, 0), PyTorchCheckpointError),
+        ("tensors", struct.pack("<ii", 1, 0), struct.pack("<ii", -1, 0), PyTorchCheckpointError),
+        ("tensors", struct.pack("<q", 100), struct.pack("<q", 1 << 62), PyTorchCheckpointError),
+        ("tensors", struct.pack("<q", 100), struct.pack("<q", 101), PyTorchCheckpointError),
     ],
 )
 def test_tar_tables_that_lie(tar, member, old, new, error):
@@ -571,7 +563,7 @@ def test_tar_references_to_nothing(tar, persistent):
     members = tar_members(tar)
     members["pickle"] = b"\x80\x02" + pickle.dumps(persistent, 2)[2:-1] + b"Q."
     files.write_tar(tar, members)
-    with pytest.raises(MalformedPickleError, match="makes no sense"):
+    with pytest.raises(PyTorchCheckpointError, match="makes no sense"):
         open_pytorch(tar)
 
 

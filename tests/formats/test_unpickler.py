@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.storage import TypedStorage
 
-from nvflare_lazy.errors import CheckpointError, MalformedPickleError
+from nvflare_lazy.errors import PyTorchCheckpointError
 from nvflare_lazy.formats import unpickler
 from nvflare_lazy.formats.pickle_stream import PickleStream
 from nvflare_lazy.formats.pickle_translator import _ACTIONS
@@ -155,7 +155,7 @@ def test_what_others_allow_is_not_ours(path):
 def test_refused_opcodes(path, name):
     """They are an error, whatever follows them."""
     code = next(opcode.code for opcode in pickletools.opcodes if opcode.name == name)
-    with pytest.raises(MalformedPickleError):
+    with pytest.raises(PyTorchCheckpointError):
         unpickle(b"]" + code.encode("latin-1") + b"\0" * 8 + b"\n.", path)
 
 
@@ -217,7 +217,7 @@ def test_refused_opcodes(path, name):
 )
 def test_malformed(path, data, what):
     """Each rule of the machine, broken once; the error says which file."""
-    with pytest.raises(CheckpointError, match=what) as caught:
+    with pytest.raises(PyTorchCheckpointError, match=what) as caught:
         unpickle(data, path)
     assert str(path) in str(caught.value)
 
@@ -228,7 +228,7 @@ def test_lengths_are_checked_before_memory_is_taken(path, opcode, length, rss_an
     """A string longer than the file is an error that costs nothing."""
     width = 4 if opcode in (b"X", b"B", b"T") else 8
     before = rss_anon()
-    with pytest.raises(MalformedPickleError, match=f"asks for {length} bytes"):
+    with pytest.raises(PyTorchCheckpointError, match=f"asks for {length} bytes"):
         unpickle(opcode + length.to_bytes(width, "little"), path)
     assert rss_anon() - before < 8 << 20
 
@@ -292,5 +292,5 @@ def test_long_strings_and_lines_across_reads(path):
 )
 def test_calls_that_make_no_sense(path, call):
     """What may be called takes only what torch, Python and NumPy write for it."""
-    with pytest.raises(MalformedPickleError):
+    with pytest.raises(PyTorchCheckpointError):
         unpickle(files.hand_pickle(call), path)
