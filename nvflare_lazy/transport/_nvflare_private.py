@@ -26,7 +26,7 @@ from nvflare.fuel.f3.streaming.download_service import (
 from nvflare.fuel.f3.streaming.transfer_progress import TransferProgressState
 from nvflare.fuel.utils.fobs import FOBSContextKey
 from nvflare.fuel.utils.fobs import fobs as registry
-from nvflare.fuel.utils.fobs.decomposers import via_downloader as stock_via_downloader
+from nvflare.fuel.utils.fobs.decomposers import via_downloader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CLEANUP_INTERVAL_SECONDS = 1.0
+
+#: NVFlare's own module, which ours of the same name extends.
+stock_via_downloader = via_downloader
 
 # Keys of a download request, of its reply and of what they point to.
 REF_ID: str = _PropKey.REF_ID
@@ -237,33 +240,3 @@ def offload_flag_in_process() -> bool:
     """
     cells = list(CoreCell.ALL_CELLS.values())
     return any(cell.get_fobs_context().get(FOBSContextKey.TENSOR_DISK_OFFLOAD) for cell in cells)
-
-
-__all__ = [
-    "CONFIRM_CAPABLE",
-    "COUNT",
-    "CTX_FINAL_CB_REGISTERED",
-    "CTX_OBJECTS",
-    "DATA",
-    "DATUM_FQCN",
-    "DATUM_REF_ID",
-    "ENC_DATA",
-    "ENC_NATIVE",
-    "ENC_REF",
-    "ENC_TYPE",
-    "REF_ID",
-    "START",
-    "STATE",
-    "STATUS",
-    "finish_for_ancestor",
-    "new_items_context",
-    "note_sent",
-    "offload_flag_in_process",
-    "reason_of",
-    "registered_for",
-    "release_sent_messages",
-    "replace_decomposer",
-    "serving",
-    "source_signal",
-    "stock_via_downloader",
-]

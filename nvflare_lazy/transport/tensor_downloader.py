@@ -135,18 +135,7 @@ def download_tensors_to_disk(
     progress_cb: Callable[..., None] | None = None,
     root_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[str | None, LazyTensorDict | None]:
-    """Download tensors into scratch; see `download_tensors`.
-
-    Args:
-        from_fqcn: The cell that has them.
-        ref_id: The reference that `add_tensors` returned there.
-        per_request_timeout: Seconds without news after which that cell counts as lost.
-        cell: The cell of this process.
-        secure: Whether messages are encrypted end to end.
-        optional: Whether NVFlare shall be quiet about messages that cannot be sent.
-        abort_signal: A signal to watch.
-        progress_cb: NVFlare's progress callback.
-        root_dir: A directory to make a directory in, instead of the job's scratch.
+    """Download tensors into scratch, or into a new directory in `root_dir`; see `download_tensors`.
 
     Returns:
         An error message or None, and the tensors or None.
