@@ -4,8 +4,8 @@
 The third step of the walk of a round: contributions lie on disk, and so does what comes out. Needs nothing of NVFlare.
 """
 
-from nvflare_lazy.aggregation._engine.threads import Progress
-from nvflare_lazy.aggregation._round import AggregationResult
+from nvflare_lazy.aggregation._engine.tile_pool import Progress
+from nvflare_lazy.aggregation._round_execution import AggregationResult
 from nvflare_lazy.aggregation.api import Aggregation, ParamsType, aggregate
 from nvflare_lazy.aggregation.reduction import LinearCombination, Reduction, SelectContributor
 from nvflare_lazy.aggregation.report import METADATA_KEY, AggregationReport, Provenance

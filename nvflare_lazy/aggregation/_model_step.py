@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvflare_lazy.aggregation._engine.memory import Arena, plan_memory
+from nvflare_lazy.aggregation._engine.memory_plan import Arena, plan_memory
 from nvflare_lazy.aggregation._engine.rounding import FLOATS, ROUNDING_BYTES, round_into
-from nvflare_lazy.aggregation._engine.threads import run_tiles
 from nvflare_lazy.aggregation._engine.tile_io import InputVector, OutputVector, real_dtype, real_numel
+from nvflare_lazy.aggregation._engine.tile_pool import run_tiles
 from nvflare_lazy.aggregation._optimizer_state import ModelFingerprint
 from nvflare_lazy.aggregation.schema import read_entries, tensor_metas
 from nvflare_lazy.errors import AggregationDtypeError, MismatchError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
-    from nvflare_lazy.aggregation._engine.threads import PassMonitor
+    from nvflare_lazy.aggregation._engine.tile_pool import PassMonitor
     from nvflare_lazy.aggregation._optimizer_state import OptimizerStates
     from nvflare_lazy.aggregation.server_optimizers import ServerOptimizer, UnknownModelPolicy
     from nvflare_lazy.tensors.entry import TensorEntry

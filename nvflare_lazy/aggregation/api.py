@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from nvflare_lazy._text import parse_size
-from nvflare_lazy.aggregation._engine.threads import PassMonitor, Progress
 from nvflare_lazy.aggregation._engine.tile import NonFinitePolicy
-from nvflare_lazy.aggregation._round import AggregationResult, RoundExecution
+from nvflare_lazy.aggregation._engine.tile_pool import PassMonitor, Progress
+from nvflare_lazy.aggregation._round_execution import AggregationResult, RoundExecution
 from nvflare_lazy.aggregation.rules import Rule, to_rule
 from nvflare_lazy.aggregation.schema import MismatchPolicy
 

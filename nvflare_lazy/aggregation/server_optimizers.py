@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from nvflare_lazy._text import parse_size
-from nvflare_lazy.aggregation._engine.threads import PassMonitor
+from nvflare_lazy.aggregation._engine.tile_pool import PassMonitor
 from nvflare_lazy.aggregation._model_step import OptimizerStep
 from nvflare_lazy.aggregation._optimizer_state import OptimizerStates
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
 
-    from nvflare_lazy.aggregation._engine.threads import Progress
+    from nvflare_lazy.aggregation._engine.tile_pool import Progress
     from nvflare_lazy.aggregation.api import ParamsType
 
 #: What to do about a model that no state on the disk belongs to, though there are some.

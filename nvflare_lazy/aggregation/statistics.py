@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nvflare_lazy.aggregation._engine.memory import BLOCK
+from nvflare_lazy.aggregation._engine.memory_plan import BLOCK
 
 if TYPE_CHECKING:
     from nvflare_lazy.aggregation._engine.tile import Tile

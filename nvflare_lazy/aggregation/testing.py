@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from nvflare_lazy.aggregation._round import AggregationResult
+    from nvflare_lazy.aggregation._round_execution import AggregationResult
 
 Tensors = dict[str, torch.Tensor]
 _ALL_DTYPES = (

@@ -32,7 +32,7 @@ from nvflare_lazy.aggregation._engine.rounding import FLOATS, ROUNDING_BYTES, ro
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from nvflare_lazy.aggregation._engine.memory import Arena
+    from nvflare_lazy.aggregation._engine.memory_plan import Arena
 
 #: What a mean takes of an arena for each element, beside the values: the sum, and what happens to it one by one.
 MEAN_BYTES = 8 + max(8, ROUNDING_BYTES)

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvflare_lazy.aggregation._engine.memory import BLOCK, plan_memory
-from nvflare_lazy.aggregation._engine.threads import run_tiles
+from nvflare_lazy.aggregation._engine.memory_plan import BLOCK, plan_memory
 from nvflare_lazy.aggregation._engine.tile import Tile
 from nvflare_lazy.aggregation._engine.tile_io import OutputVector
+from nvflare_lazy.aggregation._engine.tile_pool import run_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from nvflare_lazy.aggregation._engine.memory import Arena
-    from nvflare_lazy.aggregation._engine.threads import PassMonitor
+    from nvflare_lazy.aggregation._engine.memory_plan import Arena
     from nvflare_lazy.aggregation._engine.tile import NonFinitePolicy, TensorGroup
+    from nvflare_lazy.aggregation._engine.tile_pool import PassMonitor
     from nvflare_lazy.aggregation.reduction import Reduction
     from nvflare_lazy.aggregation.statistics import Statistic
     from nvflare_lazy.formats.safetensors.writer import StreamingWriter

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from nvflare_lazy.aggregation._engine.memory import Arena
+    from nvflare_lazy.aggregation._engine.memory_plan import Arena
 
 
 class _Precision(NamedTuple):

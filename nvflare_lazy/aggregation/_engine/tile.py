@@ -20,7 +20,7 @@ from nvflare_lazy.errors import NonFiniteError
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
-    from nvflare_lazy.aggregation._engine.memory import Arena
+    from nvflare_lazy.aggregation._engine.memory_plan import Arena
     from nvflare_lazy.aggregation._engine.tile_io import InputVector
 
 #: What to do about NaN and infinity in a contribution.

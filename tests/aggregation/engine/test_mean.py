@@ -18,7 +18,7 @@ from nvflare_lazy.aggregation import aggregate
 from nvflare_lazy.aggregation._engine import mean as exact_mean
 from nvflare_lazy.aggregation._engine._exact_sum import inexact_flag
 from nvflare_lazy.aggregation._engine.mean import Weights, mean_into
-from nvflare_lazy.aggregation._engine.memory import Arena
+from nvflare_lazy.aggregation._engine.memory_plan import Arena
 from nvflare_lazy.aggregation._engine.rounding import NARROW, round_into
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping
 
-    from nvflare_lazy.aggregation._engine.threads import PassMonitor
+    from nvflare_lazy.aggregation._engine.tile_pool import PassMonitor
     from nvflare_lazy.aggregation.api import Aggregation
     from nvflare_lazy.aggregation.reduction import Reduction
     from nvflare_lazy.aggregation.rules import Rule

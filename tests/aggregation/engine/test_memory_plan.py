@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvflare_lazy.aggregation._engine.memory import BLOCK, Arena, plan_memory
+from nvflare_lazy.aggregation._engine.memory_plan import BLOCK, Arena, plan_memory
 from nvflare_lazy.errors import MemoryBudgetError
 
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from nvflare_lazy.aggregation._engine.memory import Arena
+from nvflare_lazy.aggregation._engine.memory_plan import Arena
 from nvflare_lazy.errors import AggregationCancelledError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from nvflare_lazy.aggregation._engine.memory import MemoryPlan
+    from nvflare_lazy.aggregation._engine.memory_plan import MemoryPlan
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")

@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
-from nvflare_lazy.aggregation._engine.memory import BLOCK, MemoryPlan
-from nvflare_lazy.aggregation._engine.threads import PassMonitor, run_tiles
+from nvflare_lazy.aggregation._engine.memory_plan import BLOCK, MemoryPlan
+from nvflare_lazy.aggregation._engine.tile_pool import PassMonitor, run_tiles
 
 
 class TestWorkers:
