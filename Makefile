@@ -11,8 +11,8 @@ STAMP := $(VENV)/.installed
 TEST_DIRS = $(wildcard tests integration_tests)
 # Extra arguments for pytest, the demo or a benchmark: make test ARGS="-k header -x"; ARGS="-n 0" uses one process
 ARGS ?=
-# Worker processes. conftest.py says how many "auto" is, and which tests one worker runs together.
-PARALLEL := -n auto --dist loadgroup
+# Worker processes. conftest.py sets their number and which tests one worker runs together.
+PARALLEL := -n auto --no-loadscope-reorder
 
 .PHONY: help
 help: ## Show this list

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,10 @@ SLOW_TEST_SECONDS = 3600
 MAX_WORKERS = 3
 #: Worker processes begin with these, so that no worker is left with a long test at the end.
 LONGEST_FIRST = ("integration_tests/", "tests/documents/", "tests/transport/")
+#: Workers take the tests of these modules one by one. The tests of other modules stay together and share fixtures.
+TEST_BY_TEST = ("integration_tests/", "tests/documents/test_documents.py")
+#: These need a gigabyte of disk: one worker runs them one after the other.
+GIGABYTES = ("test_flat_memory.py", "test_a_trainer_needs_no_second_model", "transport/test_memory.py")
 
 _repository = pytest.StashKey[set[str]]()
 
@@ -45,16 +50,28 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(MAX_WORKERS, len(os.sched_getaffinity(0)) + 1)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let workers take modules, in the order of `_place`; long modules are taken test by test.
+
+    `--dist loadgroup` would do the same with markers, but pytest-xdist 3.8 does not see them with pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByModule(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            if any(name in nodeid for name in GIGABYTES):
+                return "gigabytes"
+            return nodeid if nodeid.startswith(TEST_BY_TEST) else nodeid.partition("::")[0]
+
+    return ByModule(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Set the time limit of slow tests, and tell pytest-xdist which tests belong together and which are the longest."""
+    """Set the time limit of slow tests, and the order of tests in workers."""
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TEST_SECONDS))
-        # A module's fixture, such as a network of processes, is set up by one worker only.
-        if isinstance(item, pytest.Function) and any(
-            fixtures[-1].scope == "module" for fixtures in item._fixtureinfo.name2fixturedefs.values()
-        ):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if _is_worker(config):
         items.sort(key=_place)
 
