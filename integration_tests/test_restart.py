@@ -19,6 +19,7 @@ from integration_tests.conftest import JobRunner, left_in, records
 from integration_tests.expected import next_global, start, ulps
 from nvflare_lazy.flare.checkpoint_store import CheckpointStore
 from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, MODEL_NAME
+from nvflare_lazy.flare.round_log import FILE_NAME
 from nvflare_lazy.scratch import list_scratch
 from tests.scratch.conftest import small_disk as small_disk
 
@@ -38,16 +39,17 @@ def job_in(checkpoints: Path, rounds: int = ROUNDS, persistor: dict | None = Non
 
 
 class Killer:
-    """Kills the server, and what is below it, some seconds after its first round began."""
+    """Kills the server and its child processes some seconds after its first round began, or after a file exists."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, file: Path | None = None) -> None:
         self._seconds = seconds
+        self._file = file
         self._began: float | None = None
 
     def __call__(self, workspace: Path) -> None:
         log = workspace / "server" / "log.txt"
         if self._began is None:
-            if log.exists() and "return task to client" in log.read_text():
+            if self._file.exists() if self._file else log.exists() and "return task to client" in log.read_text():
                 self._began = time.monotonic()
             return
         if time.monotonic() - self._began < self._seconds:
@@ -81,7 +83,7 @@ def check(checkpoints: Path) -> int | None:
 def test_a_killed_server_goes_on_after_its_last_round(run_job: JobRunner, tmp_path: Path):
     """Killed in the middle, started again: it does the rounds that are left, and ends where it would have ended."""
     checkpoints = tmp_path / "checkpoints"
-    run_job(job_in(checkpoints, rounds=30), may_fail=True, during=Killer(5.0))
+    run_job(job_in(checkpoints, rounds=30), may_fail=True, during=Killer(1.0, checkpoints / MODEL_NAME))
     done = check(checkpoints)
     assert done is not None
     result = run_job(job_in(checkpoints, rounds=done + 2))
@@ -179,7 +181,8 @@ def test_a_disk_that_the_kernel_calls_full(run_job, tmp_path, small_disk):
         offload={"scratch_dir": str(small_disk), "min_free": 0},
         trainer=Path(__file__).parent / "late_trainer.py",
     )
-    result = run_job(job)
+    log = tmp_path / "job1" / "workspace" / "server" / "simulate_job" / FILE_NAME
+    result = run_job(job, environment={"ROUND_LOG": str(log)})
     (record,) = records(result, "round")
     assert len(record["aggregated"]) == 1
     (reason,) = record["skipped"].values()
