@@ -30,7 +30,6 @@ from nvflare_lazy.aggregation.server_optimizers import (
     FedAvgM,
     FedYogi,
     ServerOptimizer,
-    apply_difference,
     to_optimizer,
 )
 from nvflare_lazy.aggregation.statistics import PairwiseDistances, SquaredNorms, Statistic
@@ -66,7 +65,6 @@ __all__ = [
     "Statistic",
     "TrimmedMean",
     "aggregate",
-    "apply_difference",
     "rule_names",
     "to_optimizer",
     "to_rule",

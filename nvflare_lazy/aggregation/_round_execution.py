@@ -18,6 +18,7 @@ from nvflare_lazy._text import parse_size
 from nvflare_lazy.aggregation._engine.passes import Engine
 from nvflare_lazy.aggregation._engine.tile import ContributionError
 from nvflare_lazy.aggregation.report import AggregationReport, Provenance, shares_of
+from nvflare_lazy.aggregation.rules.base import RoundContext
 from nvflare_lazy.aggregation.schema import (
     group_tensors,
     read_entries,
@@ -27,6 +28,7 @@ from nvflare_lazy.aggregation.schema import (
     validate_weights,
 )
 from nvflare_lazy.errors import (
+    AggregationDtypeError,
     NonFiniteError,
     NothingToAggregateError,
     TooFewContributorsError,
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
     from nvflare_lazy.aggregation.reduction import Reduction
     from nvflare_lazy.aggregation.rules import Rule
     from nvflare_lazy.aggregation.schema import RoundSchema
-    from nvflare_lazy.aggregation.statistics import Statistic
     from nvflare_lazy.tensors.entry import TensorEntry
 
 logger = logging.getLogger(__name__)
@@ -62,29 +63,6 @@ class AggregationResult:
 
     tensors: LazyTensorDict
     report: AggregationReport
-
-
-class _RuleContext:
-    """What the rule gets to see."""
-
-    def __init__(self, schema: RoundSchema, rule: Rule, params_type: str, has_reference: bool, engine: Engine) -> None:
-        self.names = schema.names
-        self.weights = schema.weights
-        self.params_type = params_type
-        self.has_reference = has_reference
-        self.decisions: dict[str, Any] = {}
-        self._rule = rule
-        self._engine = engine
-
-    def compute_statistic(self, statistic: Statistic) -> Any:
-        if not self._rule.requires_all_tensors:
-            raise TypeError(
-                f"{type(self._rule).__name__} computes statistics, so it must set requires_all_tensors = True"
-            )
-        return self._engine.compute_statistic(statistic)
-
-    def annotate(self, **decisions: Any) -> None:
-        self.decisions.update(decisions)
 
 
 class RoundExecution:
@@ -164,7 +142,6 @@ class RoundExecution:
     ) -> tuple[LazyTensorDict, RoundSchema, Provenance, Reduction]:
         config, rule = self._config, self._rule
         schema = self._resolve()
-        has_reference = self._reference is not None
         groups = group_tensors(schema, self._entries, self._reference if rule.uses_reference else None)
         for group in groups:
             group.borrow(until_the_end)
@@ -176,9 +153,21 @@ class RoundExecution:
             non_finite=config.on_non_finite,
             monitor=self._monitor,
         )
-        seen = _RuleContext(schema, rule, config.params_type, has_reference, engine)
-        reduction = rule.prepare(seen)
+        context = RoundContext(
+            rule,
+            schema.names,
+            schema.weights,
+            params_type=config.params_type,
+            has_reference=self._reference is not None,
+            compute=engine.compute_statistic,
+        )
+        reduction = rule.prepare(context)
         for group in groups:
+            if rule.uses_order and group.dtype.is_complex:
+                raise AggregationDtypeError(
+                    f"{group.names[0]!r} is {group.dtype}: complex numbers have no order to go by for "
+                    f"{rule.describe()['name']!r}; exclude the tensor, or use a mean"
+                )
             reduction.check(group)
         shares = reduction.shares(tuple(range(len(schema.names))))
         provenance = Provenance(
@@ -187,7 +176,7 @@ class RoundExecution:
             contributors=schema.names,
             weights=None if shares is None else dict(zip(schema.names, shares, strict=True)),
             skipped=dict(self._skipped),
-            decisions=seen.decisions,
+            decisions=context.decisions,
         )
         metadata = dict(sorted({**metadata, **provenance.as_metadata()}.items()))
         writer = StreamingWriter(

@@ -252,23 +252,13 @@ class FedAdam(_Adaptive):
 
 
 @dataclass(frozen=True)
-class FedYogi(_Adaptive):
-    """Yogi: the squares move towards the new ones by an amount that does not depend on how far they are.
+class FedYogi(FedAdam):
+    """Yogi: the squares move towards the new ones by an amount that does not depend on the distance.
 
-    Args:
-        lr: The step along the direction.
-        beta1: How much of the mean of differences is kept.
-        tau: How adaptive: what is added to the root, and the root that a state begins with.
-        beta2: One minus how far the squares move, in multiples of the new ones.
+    Its parameters are those of `FedAdam`. `beta2` is one minus the step of the squares, in multiples of the new ones.
     """
 
-    beta2: float = 0.99
-
     name: ClassVar[str] = "fedyogi"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_fraction("beta2", self.beta2)
 
     def update_second_moment(self, square: torch.Tensor, new: torch.Tensor) -> None:
         side = torch.sub(square, new).sign_()
@@ -300,39 +290,6 @@ def to_optimizer(optimizer: str | Mapping[str, Any] | ServerOptimizer) -> Server
         return _OPTIMIZERS[name](**parameters)
     except TypeError as error:
         raise ValueError(f"server optimizer {name!r}: {str(error).partition(' ')[2]}") from None
-
-
-def apply_difference(
-    model: Mapping[str, Any],
-    difference: Mapping[str, Any],
-    out: str | os.PathLike[str],
-    *,
-    memory_budget: int | str = "256MiB",
-    threads: int | None = None,
-    max_shard_size: int | str | None = None,
-    fsync: bool = True,
-) -> LazyTensorDict:
-    """Write model plus difference: what becomes of the global model when contributors send differences.
-
-    Args:
-        model: The global model, lazy or not.
-        difference: The aggregate. Of tensors that it lacks, the model keeps its own.
-        out: The file to write; may be the one that `model` was opened from.
-        memory_budget: Bytes of memory for tiles.
-        threads: How many threads; one for each core, if not given.
-        max_shard_size: Split a larger model into files of at most so many bytes.
-        fsync: Whether the model must survive a power failure.
-    """
-    return FedAvgM(momentum=0.0).step(
-        model,
-        difference,
-        out,
-        params_type="DIFF",
-        memory_budget=memory_budget,
-        threads=threads,
-        max_shard_size=max_shard_size,
-        fsync=fsync,
-    )
 
 
 def _check_fraction(name: str, value: float) -> None:

@@ -44,13 +44,11 @@ class RuleContract:
         rule: The rule.
         contributors: How many take part in the tests; more than the rule needs.
         is_average: Whether each element of a result lies between the least and the greatest that was sent, or is zero.
-        has_order: Whether the rule goes by the order of elements, which complex numbers do not have.
     """
 
     rule: ClassVar[Rule]
     contributors: ClassVar[int] = 9
     is_average: ClassVar[bool] = True
-    has_order: ClassVar[bool] = False
 
     def test_same_bits_whatever_the_arrival_tiles_and_threads(self, tmp_path: Path) -> None:
         """Order of arrival, tile size, number of threads and laziness change no bit."""
@@ -87,7 +85,7 @@ class RuleContract:
         def aggregate() -> AggregationResult:
             return self._aggregate(contributions, tmp_path / "out.safetensors")
 
-        if self.has_order:
+        if self.rule.uses_order:
             assert "'c'" in _raised(AggregationDtypeError, aggregate)
         else:
             assert aggregate().tensors["c"].dtype is torch.complex64

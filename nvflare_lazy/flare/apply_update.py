@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from nvflare.fuel.utils.class_utils import instantiate_class
 
-from nvflare_lazy.aggregation.server_optimizers import ServerOptimizer, apply_difference, to_optimizer
+from nvflare_lazy.aggregation.server_optimizers import FedAvgM, ServerOptimizer, to_optimizer
 from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.model_output import ModelOutput
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 #: Statistics of normalization layers, which are not parameters; NVFlare's FedOpt also averages them.
 STATISTICS = r"(running_mean|running_var|num_batches_tracked)$"
-_TAKE_THE_MEAN = {"name": "fedavgm", "lr": 1.0, "momentum": 0.0}
+# Adds differences, and takes over a mean; without state.
+_TAKE_THE_MEAN = FedAvgM(lr=1.0, momentum=0.0)
 
 
 class ModelUpdate:
@@ -56,15 +57,9 @@ class ModelUpdate:
         # NVFlare's marker that this dictionary is not a component.
         settings.pop("config_type", None)
         self._averaged = re.compile(settings.pop("averaged", STATISTICS))
-        self._optimizer: ServerOptimizer | None = None if optimizer is None else to_optimizer(settings)
+        self._optimizer = _TAKE_THE_MEAN if optimizer is None else to_optimizer(settings)
         self._scratch: DownloadScratch | None = None
-        if self._optimizer is not None:
-            self._for_round(0)
-
-    @property
-    def optimizes(self) -> bool:
-        """Whether there is an optimizer."""
-        return self._optimizer is not None
+        self._for_round(0)
 
     def apply(
         self,
@@ -86,18 +81,15 @@ class ModelUpdate:
             round_number: The round.
             memory_budget: Memory to work in.
         """
-        if self._optimizer is None:
-            output = ModelOutput.of(fl_ctx, sum(int(value.nbytes) for value in base.values()))
-            updated = apply_difference(base, aggregate, output.path, memory_budget=memory_budget, fsync=False)
-            return output.finish(updated)
-        averaged = {name for name in base if self._averaged.search(name)}
-        optimizer, mean = self._for_round(round_number or 0), to_optimizer(_TAKE_THE_MEAN)
+        optimizer = self._for_round(round_number or 0)
+        averaged = {
+            name for name in {*base, *aggregate} if optimizer is not _TAKE_THE_MEAN and self._averaged.search(name)
+        }
         entries: dict[str, TensorEntry] = {}
-        for names, stepper in ((base.keys() - averaged, optimizer), (averaged, mean)):
-            if not names:
-                continue
-            part = {name: value for name, value in base.items() if name in names}
-            update = {name: entry for name, entry in aggregate.entries.items() if name in names}
+        for is_mean in (False, True) if averaged else (False,):
+            stepper = _TAKE_THE_MEAN if is_mean else optimizer
+            part = {name: value for name, value in base.items() if (name in averaged) == is_mean}
+            update = {name: entry for name, entry in aggregate.entries.items() if (name in averaged) == is_mean}
             output = ModelOutput.of(fl_ctx, sum(int(value.nbytes) for value in part.values()))
             updated = stepper.step(
                 part,
@@ -111,7 +103,7 @@ class ModelUpdate:
             )
             output.finish(updated)
             self._count_states()
-            if len(names) == len(base):
+            if not averaged:
                 return updated
             entries.update(updated.entries)
         return LazyTensorDict.from_entries(entries)
@@ -131,7 +123,6 @@ class ModelUpdate:
                 self._scratch.adopt(name)
 
     def _for_round(self, number: int) -> ServerOptimizer:
-        assert self._optimizer is not None
         if self._schedule is None:
             return self._optimizer
         parameter = torch.nn.Parameter(torch.zeros(1))

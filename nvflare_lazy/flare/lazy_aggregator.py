@@ -187,7 +187,7 @@ class LazyAggregator(ModelAggregator):
         if len(aggregated) < self.min_results:
             found = f"round {self._round_number()} has {len(aggregated)} usable results"
             raise TooFewResultsError(f"{found}, and min_results is {self.min_results}")
-        if kind == "DIFF" or self._update.optimizes:
+        if kind == "DIFF" or self.server_optimizer is not None:
             tensors = self._update.apply(
                 base or {}, tensors, kind, self.fl_ctx, self._round_number(), memory_budget=self.budget
             )

@@ -20,7 +20,6 @@ from nvflare_lazy.aggregation import (
     FedAdam,
     FedAvgM,
     FedYogi,
-    apply_difference,
     to_optimizer,
 )
 from nvflare_lazy.aggregation._optimizer_state import OptimizerStates
@@ -119,6 +118,11 @@ def test_same_bits_whatever_tiles_and_threads(tmp_path):
     assert len(seen) == 1
 
 
+def add_difference(model, difference, out):
+    """Return the model plus a difference: the step without momentum."""
+    return FedAvgM(momentum=0.0).step(model, difference, out, params_type="DIFF")
+
+
 class TestWhatIsUpdated:
     """Which tensors an update may have."""
 
@@ -138,17 +142,17 @@ class TestWhatIsUpdated:
     def test_surplus_tensors(self, tmp_path):
         """What the model does not have cannot be updated."""
         with pytest.raises(MismatchError, match="'v' that the model does not have"):
-            apply_difference({"w": torch.ones(2)}, {"v": torch.ones(2)}, tmp_path / "x")
+            add_difference({"w": torch.ones(2)}, {"v": torch.ones(2)}, tmp_path / "x")
 
     def test_other_shapes(self, tmp_path):
         """Named, with both."""
         with pytest.raises(MismatchError, match=r"'w' has shape \[3\].*and \[2\]"):
-            apply_difference({"w": torch.ones(2)}, {"w": torch.ones(3)}, tmp_path / "x")
+            add_difference({"w": torch.ones(2)}, {"w": torch.ones(3)}, tmp_path / "x")
 
     def test_difference_of_narrow_floats_is_rounded_once(self, tmp_path):
         """In float64, to the type of the model, whatever the type of the difference."""
         model, difference = torch.randn(5000).bfloat16(), torch.randn(5000) * 1e-2
-        result = apply_difference({"w": model}, {"w": difference}, tmp_path / "x")["w"].materialize()
+        result = add_difference({"w": model}, {"w": difference}, tmp_path / "x")["w"].materialize()
         exact = model.double() + difference.double()
         assert result.dtype is torch.bfloat16
         above, below = result.double() - exact, exact.abs() * 2.0**-8
@@ -158,7 +162,7 @@ class TestWhatIsUpdated:
         """Rather than wrap around; a float difference of counters is rounded."""
         model = {"n": torch.tensor([250, 3], dtype=torch.uint8), "k": torch.tensor([2**62]), "m": torch.tensor([True])}
         difference = {"n": torch.tensor([100, -5]), "k": torch.tensor([1.6]), "m": torch.tensor([True])}
-        result = apply_difference(model, difference, tmp_path / "x")
+        result = add_difference(model, difference, tmp_path / "x")
         assert result["n"].tolist() == [255, 0]
         assert result["k"].tolist() == [2**62 + 2]
         assert result["m"].tolist() == [True]
@@ -166,7 +170,7 @@ class TestWhatIsUpdated:
     def test_unsigned_64_bits_have_no_differences(self, tmp_path):
         """Said, rather than done wrong."""
         with pytest.raises(AggregationDtypeError, match=r"'n' is torch\.uint64"):
-            apply_difference({"n": torch.tensor([1], dtype=torch.uint64)}, {"n": torch.tensor([1])}, tmp_path / "x")
+            add_difference({"n": torch.tensor([1], dtype=torch.uint64)}, {"n": torch.tensor([1])}, tmp_path / "x")
 
 
 class TestState:

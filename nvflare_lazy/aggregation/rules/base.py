@@ -9,45 +9,60 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from nvflare_lazy.aggregation._engine.rounding import ROUNDING_BYTES, round_into
 from nvflare_lazy.aggregation.reduction import Reduction
-from nvflare_lazy.errors import AggregationDtypeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from nvflare_lazy.aggregation._engine.tile import TensorGroup, Tile
+    from nvflare_lazy.aggregation._engine.tile import Tile
     from nvflare_lazy.aggregation.statistics import Statistic
 
 
-class RoundContext(Protocol):
-    """What a rule gets to see of a round before the tiles are reduced."""
+class RoundContext:
+    """What a rule sees of a round before the tiles are reduced.
 
-    @property
-    def names(self) -> Sequence[str]:
-        """The contributors, in order."""
+    Attributes:
+        names: The contributors, in order.
+        weights: Their weights, as passed by the caller.
+        params_type: "FULL" if the updates are whole models, "DIFF" if they are differences from the global model.
+        has_reference: Whether the caller passed the global model.
+        decisions: What the rule has added to the report so far.
+    """
 
-    @property
-    def weights(self) -> Sequence[float]:
-        """Their weights, as given by the caller."""
-
-    @property
-    def params_type(self) -> str:
-        """Either "FULL", the updates are whole models, or "DIFF", they are differences from the global one."""
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether the caller gave the global model."""
+    def __init__(
+        self,
+        rule: Rule,
+        names: Sequence[str],
+        weights: Sequence[float],
+        *,
+        params_type: str,
+        has_reference: bool,
+        compute: Callable[[Statistic], Any],
+    ) -> None:
+        self.names = names
+        self.weights = weights
+        self.params_type = params_type
+        self.has_reference = has_reference
+        self.decisions: dict[str, Any] = {}
+        self._rule = rule
+        self._compute = compute
 
     def compute_statistic(self, statistic: Statistic) -> Any:
-        """Read all updates once and return what the statistic makes of them."""
+        """Read all updates once and return the result of the statistic."""
+        if not self._rule.requires_all_tensors:
+            raise TypeError(
+                f"{type(self._rule).__name__} computes statistics, so it must set requires_all_tensors = True"
+            )
+        return self._compute(statistic)
 
     def annotate(self, **decisions: Any) -> None:
-        """Put something into the report and the result's metadata: plain values, by name."""
+        """Add plain values, by name, to the report and the metadata of the result."""
+        self.decisions.update(decisions)
 
 
 class Rule(ABC):
@@ -62,12 +77,14 @@ class Rule(ABC):
         uses_reference: Whether it reads the global model.
         requires_all_tensors: Whether each contributor must have all tensors. Otherwise, contributors without a tensor
             do not count for it. Robust rules require it, and so does `compute_statistic`.
+        uses_order: Whether it sorts or compares elements. Complex numbers have no order, so it refuses them.
     """
 
     name: ClassVar[str] = ""
     uses_weights: ClassVar[bool] = False
     uses_reference: ClassVar[bool] = False
     requires_all_tensors: ClassVar[bool] = False
+    uses_order: ClassVar[bool] = False
 
     @property
     def min_contributors(self) -> int:
@@ -96,6 +113,7 @@ class CoordinateRule(Rule):
         workspace_factor: How much memory `combine` takes for itself, in multiples of its `values`.
     """
 
+    uses_order: ClassVar[bool] = True
     workspace_factor: ClassVar[float] = 2.0
 
     @abstractmethod
@@ -136,15 +154,3 @@ class _Combination(Reduction):
                 f"and not {tuple(combined.shape)} of {combined.dtype}"
             )
         round_into(out, combined, tile.arena)
-
-    def check(self, group: TensorGroup) -> None:
-        refuse_complex(group, self._rule)
-
-
-def refuse_complex(group: TensorGroup, rule: Rule) -> None:
-    """Raise for tensors whose elements have no order."""
-    if group.dtype.is_complex:
-        raise AggregationDtypeError(
-            f"{group.names[0]!r} is {group.dtype}: complex numbers have no order to go by for "
-            f"{rule.describe()['name']!r}; exclude the tensor, or use a mean"
-        )

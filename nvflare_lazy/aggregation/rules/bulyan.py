@@ -17,13 +17,13 @@ import torch
 from nvflare_lazy.aggregation._engine.mean import MEAN_BYTES, Weights, mean_into
 from nvflare_lazy.aggregation.reduction import Reduction
 from nvflare_lazy.aggregation.rules._sorting_network import bytes_for_sorting, sorted_values
-from nvflare_lazy.aggregation.rules.base import Rule, refuse_complex
+from nvflare_lazy.aggregation.rules.base import Rule
 from nvflare_lazy.aggregation.rules.coordinates import check_num_byzantine
 from nvflare_lazy.aggregation.rules.krum import krum_scores
 from nvflare_lazy.aggregation.statistics import PairwiseDistances
 
 if TYPE_CHECKING:
-    from nvflare_lazy.aggregation._engine.tile import TensorGroup, Tile
+    from nvflare_lazy.aggregation._engine.tile import Tile
     from nvflare_lazy.aggregation.rules.base import RoundContext
 
 
@@ -39,6 +39,7 @@ class Bulyan(Rule):
 
     name: ClassVar[str] = "bulyan"
     requires_all_tensors: ClassVar[bool] = True
+    uses_order: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_num_byzantine(self.num_byzantine)
@@ -50,7 +51,7 @@ class Bulyan(Rule):
     def prepare(self, this_round: RoundContext) -> Reduction:
         chosen = _choose(this_round.compute_statistic(PairwiseDistances()), self.num_byzantine)
         this_round.annotate(selected=[this_round.names[index] for index in chosen])
-        return _AroundTheMedian(self, chosen)
+        return _AroundTheMedian(chosen, 2 * self.num_byzantine)
 
 
 def _choose(distances: np.ndarray[Any, Any], num_byzantine: int) -> list[int]:
@@ -64,16 +65,12 @@ def _choose(distances: np.ndarray[Any, Any], num_byzantine: int) -> list[int]:
 
 
 class _AroundTheMedian(Reduction):
-    def __init__(self, rule: Bulyan, chosen: list[int]) -> None:
-        self._rule = rule
+    def __init__(self, chosen: list[int], drop: int) -> None:
         self._chosen = chosen
-        self._drop = 2 * rule.num_byzantine
+        self._drop = drop
 
     def bytes_per_element(self, contributors: int) -> int:
         return bytes_for_sorting(contributors) + 8 * contributors + 3 * 8 + 1 + MEAN_BYTES
-
-    def check(self, group: TensorGroup) -> None:
-        refuse_complex(group, self._rule)
 
     def reduce(self, tile: Tile, out: torch.Tensor) -> None:
         values = sorted_values(tile, self._chosen, 0, len(self._chosen) - 1)

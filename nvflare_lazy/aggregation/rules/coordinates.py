@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, ClassVar
 from nvflare_lazy.aggregation._engine.mean import MEAN_BYTES, Weights, mean_into
 from nvflare_lazy.aggregation.reduction import Reduction
 from nvflare_lazy.aggregation.rules._sorting_network import bytes_for_sorting, sorted_values
-from nvflare_lazy.aggregation.rules.base import Rule, refuse_complex
+from nvflare_lazy.aggregation.rules.base import Rule
 
 if TYPE_CHECKING:
     import torch
 
-    from nvflare_lazy.aggregation._engine.tile import TensorGroup, Tile
+    from nvflare_lazy.aggregation._engine.tile import Tile
     from nvflare_lazy.aggregation.rules.base import RoundContext
 
 
@@ -33,10 +33,11 @@ class Median(Rule):
 
     name: ClassVar[str] = "median"
     requires_all_tensors: ClassVar[bool] = True
+    uses_order: ClassVar[bool] = True
 
     def prepare(self, this_round: RoundContext) -> Reduction:
         count = len(this_round.names)
-        return _MiddleMean(self, (count - 1) // 2, count // 2)
+        return _MiddleMean((count - 1) // 2, count // 2)
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class TrimmedMean(Rule):
 
     name: ClassVar[str] = "trimmed_mean"
     requires_all_tensors: ClassVar[bool] = True
+    uses_order: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_num_byzantine(self.num_byzantine)
@@ -60,22 +62,18 @@ class TrimmedMean(Rule):
         return 2 * self.num_byzantine + 1
 
     def prepare(self, this_round: RoundContext) -> Reduction:
-        return _MiddleMean(self, self.num_byzantine, len(this_round.names) - 1 - self.num_byzantine)
+        return _MiddleMean(self.num_byzantine, len(this_round.names) - 1 - self.num_byzantine)
 
 
 class _MiddleMean(Reduction):
     """The mean of the values whose ranks are `first` to `last`."""
 
-    def __init__(self, rule: Rule, first: int, last: int) -> None:
-        self._rule = rule
+    def __init__(self, first: int, last: int) -> None:
         self._first = first
         self._last = last
 
     def bytes_per_element(self, contributors: int) -> int:
         return bytes_for_sorting(contributors) + MEAN_BYTES
-
-    def check(self, group: TensorGroup) -> None:
-        refuse_complex(group, self._rule)
 
     def reduce(self, tile: Tile, out: torch.Tensor) -> None:
         middle = sorted_values(tile, [*range(len(tile.group.members))], self._first, self._last)

@@ -143,12 +143,10 @@ class TestMeanHolds(RuleContract):
 
 class TestMedianHolds(RuleContract):
     rule = Median()
-    has_order = True
 
 
 class TestTrimmedMeanHolds(RuleContract):
     rule = TrimmedMean(num_byzantine=2)
-    has_order = True
 
 
 class TestKrumHolds(RuleContract):
@@ -161,7 +159,6 @@ class TestMultiKrumHolds(RuleContract):
 
 class TestBulyanHolds(RuleContract):
     rule = Bulyan(num_byzantine=1)
-    has_order = True
 
 
 class TestGeometricMedianHolds(RuleContract):
@@ -181,7 +178,6 @@ class Midrange(CoordinateRule):
 
 class TestUsersCoordinateRuleHolds(RuleContract):
     rule = Midrange()
-    has_order = True
 
 
 class WithoutTheFarthest(Rule):
