@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import describe_machine
-from nvflare_lazy.formats.lazy_data import open_pytorch
+from nvflare_lazy.formats.pytorch import open_pytorch
 from tests.measure import rchar, rss_anon
 
 MIB = 1 << 20

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
-    from nvflare_lazy.formats.zip_archive import ZipRecord
+    from nvflare_lazy.formats.pytorch import ZipRecord
     from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.dtypes import ElementType
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor
@@ -111,16 +111,12 @@ def check(file: str, *, section: str | None = None, finite: bool = False) -> Rep
 
 def _checksum_steps(tensors: LazyTensorDict) -> Iterator[_Step]:
     """Yield the records of the zip archives a checkpoint is in, the only kind of file that has checksums."""
-    from nvflare_lazy.formats.lazy_data import HEAD_BYTES, sniff_pytorch
-    from nvflare_lazy.formats.zip_archive import read_directory
+    from nvflare_lazy.formats.pytorch import zip_records
 
     files = (entry.source.file() for entry in tensors.entries.values())
     for file in dict.fromkeys(file for file in files if file is not None):
-        head = bytearray(min(HEAD_BYTES, file.size))
-        file.read_into(memoryview(head), 0)
-        if sniff_pytorch(bytes(head)) == "zip":
-            for name, record in read_directory(file).items():
-                yield _Step(f"record {printable(name)}", record.nbytes, partial(_check_sum, file, record))
+        for name, record in zip_records(file).items():
+            yield _Step(f"record {printable(name)}", record.nbytes, partial(_check_sum, file, record))
 
 
 def _reading_steps(tensors: LazyTensorDict, finite: bool, is_read: bool) -> Iterator[_Step]:

@@ -4,9 +4,9 @@
 Works without NVFlare. What the transport receives, the aggregation writes and the command line shows goes through here.
 """
 
-from nvflare_lazy.formats.lazy_data import LazyDataSource, LegacyMultiStorageSource, ZipSource, open_pytorch
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.open_checkpoint import open
+from nvflare_lazy.formats.pytorch import LazyDataSource, LegacyMultiStorageSource, ZipSource, open_pytorch
 from nvflare_lazy.formats.safetensors.header import SafetensorsHeader, parse_message, read_header
 from nvflare_lazy.formats.safetensors.layout import StateDictMeta, TensorMeta
 from nvflare_lazy.formats.safetensors.reader import open_safetensors

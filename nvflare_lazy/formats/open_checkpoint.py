@@ -11,8 +11,8 @@ import re
 import stat
 
 from nvflare_lazy.errors import MissingShardError, SectionError, UnknownFormatError
-from nvflare_lazy.formats.lazy_data import open_pytorch, sniff_pytorch
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.formats.pytorch import open_pytorch, sniff_pytorch
 from nvflare_lazy.formats.safetensors.header import MAX_HEADER_BYTES, PREFIX_BYTES
 from nvflare_lazy.formats.safetensors.reader import open_safetensors
 from nvflare_lazy.formats.safetensors.shards import INDEX_SUFFIX, WEIGHT_MAP, index_path, open_directory, open_index
@@ -85,7 +85,7 @@ def _open_file(path: str, section: str | None, *, is_shard: bool) -> LazyTensorD
     if _is_safetensors(head):
         _refuse_section(path, section)
         return open_safetensors(path, file)
-    if sniff_pytorch(bytes(head[:512]), file) is not None:
+    if sniff_pytorch(bytes(head[:512])) is not None:
         return open_pytorch(path, file, section)
     if not is_shard and _is_index(head, path):
         _refuse_section(path, section)

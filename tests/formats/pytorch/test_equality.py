@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from nvflare_lazy.formats.lazy_data import open_pytorch
+from nvflare_lazy.formats.pytorch import open_pytorch
 from nvflare_lazy.tensors.tensor_file import FileSource
-from tests.formats import pytorch_files as files
+from tests.formats.pytorch import files
 
 # Torch says so at the first complex32 tensor, whoever makes it.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

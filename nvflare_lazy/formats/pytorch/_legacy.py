@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import PyTorchCheckpointError
-from nvflare_lazy.formats.data_source import LazyDataSource
-from nvflare_lazy.formats.pickle_stream import PickleStream
-from nvflare_lazy.formats.unpickler import StorageRef, storage_ref, unpickle
+from nvflare_lazy.formats.pytorch._pickle import StorageRef, storage_ref, unpickle
+from nvflare_lazy.formats.pytorch._stream import PickleStream
+from nvflare_lazy.formats.pytorch.data_source import LazyDataSource
 from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from nvflare_lazy.errors import ForbiddenGlobalError, PyTorchCheckpointError
-from nvflare_lazy.formats import pickle_stream
-from nvflare_lazy.formats.lazy_data import open_pytorch
-from tests.formats import pytorch_files as files
+from nvflare_lazy.formats.pytorch import _stream as pickle_stream
+from nvflare_lazy.formats.pytorch import open_pytorch
+from tests.formats.pytorch import files
 
 MIB = 1 << 20
 SECONDS = 20

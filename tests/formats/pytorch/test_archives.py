@@ -14,11 +14,9 @@ from nvflare_lazy.errors import (
     ArchiveError,
     PyTorchCheckpointError,
 )
-from nvflare_lazy.formats import zip_archive
-from nvflare_lazy.formats.lazy_data import open_pytorch, sniff_pytorch
-from nvflare_lazy.formats.zip_archive import read_directory
+from nvflare_lazy.formats.pytorch import _zip, open_pytorch, sniff_pytorch
 from nvflare_lazy.tensors.tensor_file import TensorFile
-from tests.formats import pytorch_files as files
+from tests.formats.pytorch import files
 
 CENTRAL = b"PK\x01\x02"
 END = b"PK\x05\x06"
@@ -85,7 +83,7 @@ def test_more_than_65535_records(tmp_path):
     with zipfile.ZipFile(tmp_path / "many.zip", "w") as archive:
         for index in range(66_000):
             archive.writestr(f"r/{index}", b"")
-    assert len(read_directory(TensorFile(tmp_path / "many.zip"))) == 66_000
+    assert len(_zip.read_directory(TensorFile(tmp_path / "many.zip"))) == 66_000
 
 
 def test_records_beyond_4_gib(tmp_path):
@@ -266,7 +264,7 @@ def test_broken_directories(path, change, what):
 
 
 def open_pytorch_without_sniffing(path):
-    from nvflare_lazy.formats.zip_source import ZipSource
+    from nvflare_lazy.formats.pytorch._zip import ZipSource
 
     return ZipSource(path)
 
@@ -296,7 +294,7 @@ def test_broken_entries(path, at, value, what):
 
 def test_too_many_records(path, monkeypatch):
     """Entries take more memory than their bytes: there is a limit, far beyond any checkpoint."""
-    monkeypatch.setattr(zip_archive, "_MOST_RECORDS", 7)
+    monkeypatch.setattr(_zip, "_MAX_RECORDS", 7)
     with pytest.raises(ArchiveError, match="8 records, more than any checkpoint"):
         open_pytorch(path)
 
@@ -578,7 +576,7 @@ def test_tar_references_to_nothing(tar, persistent):
 def test_sniffs_each_kind(tmp_path, saver, kind):
     """The first bytes say which kind it is."""
     saver({"a": torch.arange(3.0)}, tmp_path / "model")
-    assert sniff_pytorch((tmp_path / "model").read_bytes()[:512], TensorFile(tmp_path / "model")) == kind
+    assert sniff_pytorch((tmp_path / "model").read_bytes()[:512]) == kind
 
 
 @pytest.mark.parametrize("protocol", range(1, 6))
@@ -603,5 +601,5 @@ def test_sniffs_nothing_else(tmp_path, head):
     """What is no checkpoint of torch is none; opening it says so."""
     assert sniff_pytorch(head) is None
     (tmp_path / "file").write_bytes(head)
-    with pytest.raises(ArchiveError, match="does not begin like"):
+    with pytest.raises(ArchiveError, match="does not start like"):
         open_pytorch(tmp_path / "file")

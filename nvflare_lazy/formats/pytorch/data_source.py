@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import PyTorchCheckpointError
-from nvflare_lazy.formats.unpickler import MetaStorages
+from nvflare_lazy.formats.pytorch._pickle import MetaStorages
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:
     import os
 
-    from nvflare_lazy.formats.pickle_stream import AllocationLimit
+    from nvflare_lazy.formats.pytorch._stream import AllocationLimit
     from nvflare_lazy.tensors.byte_source import ByteSource
 
 
@@ -51,21 +51,21 @@ class LazyDataSource(ABC):
     @staticmethod
     def from_zip(path: str | os.PathLike[str]) -> LazyDataSource:
         """Open a checkpoint of `torch.save` since PyTorch 1.6."""
-        from nvflare_lazy.formats.zip_source import ZipSource
+        from nvflare_lazy.formats.pytorch._zip import ZipSource
 
         return ZipSource(path)
 
     @staticmethod
     def from_legacy_multi_storage(path: str | os.PathLike[str]) -> LazyDataSource:
         """Open a checkpoint of PyTorch 0.1.10 to 1.5, or of `_use_new_zipfile_serialization=False`."""
-        from nvflare_lazy.formats.legacy_source import LegacyMultiStorageSource
+        from nvflare_lazy.formats.pytorch._legacy import LegacyMultiStorageSource
 
         return LegacyMultiStorageSource(path)
 
     @staticmethod
     def from_tar(path: str | os.PathLike[str]) -> LazyDataSource:
         """Open a checkpoint of PyTorch before 0.1.10."""
-        from nvflare_lazy.formats.tar_source import TarSource
+        from nvflare_lazy.formats.pytorch._tar import TarSource
 
         return TarSource(path)
 

@@ -23,7 +23,7 @@ from nvflare_lazy.errors import NVFlareLazyError, PyTorchCheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nvflare_lazy.formats.pickle_stream import PickleStream
+    from nvflare_lazy.formats.pytorch._stream import PickleStream
 
 # About what they take in CPython, as the object that the pickle describes and while it is translated.
 _CONSTANT, _SCALAR, _SLOT, _CONTAINER, _ITEM, _SET = 24, 64, 16, 80, 64, 280

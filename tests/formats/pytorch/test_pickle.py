@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch.storage import TypedStorage
 
 from nvflare_lazy.errors import PyTorchCheckpointError
-from nvflare_lazy.formats import unpickler
-from nvflare_lazy.formats.pickle_stream import PickleStream
-from nvflare_lazy.formats.pickle_translator import _ACTIONS
+from nvflare_lazy.formats.pytorch import _pickle as unpickler
+from nvflare_lazy.formats.pytorch._stream import PickleStream
+from nvflare_lazy.formats.pytorch._translator import _ACTIONS
 from nvflare_lazy.tensors.tensor_file import TensorFile
-from tests.formats import pytorch_files as files
+from tests.formats.pytorch import files
 
 # Opcodes that no checkpoint needs, though Python knows them.
 REFUSED = {

@@ -21,12 +21,12 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import ForbiddenGlobalError, NVFlareLazyError, PyTorchCheckpointError
-from nvflare_lazy.formats.pickle_translator import Caller, Kind, Name, PickleTranslator, is_plain_key
+from nvflare_lazy.formats.pytorch._translator import Caller, Kind, Name, PickleTranslator, is_plain_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nvflare_lazy.formats.pickle_stream import PickleStream
+    from nvflare_lazy.formats.pytorch._stream import PickleStream
 
 # torch counts bytes in 63 bits.
 _MAX_STORAGE_BYTES = 1 << 62

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nvflare_lazy.errors import PyTorchCheckpointError
-from nvflare_lazy.formats.lazy_data import (
+from nvflare_lazy.formats.pytorch import (
     LazyDataSource,
     LegacyMultiStorageSource,
     TarSource,
@@ -19,7 +19,7 @@ from nvflare_lazy.formats.lazy_data import (
     open_pytorch,
 )
 from nvflare_lazy.tensors.tensor_file import TensorFile
-from tests.formats import pytorch_files as files
+from tests.formats.pytorch import files
 
 KINDS = {
     "zip": (files.save_zip, LazyDataSource.from_zip, ZipSource),

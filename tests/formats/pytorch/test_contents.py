@@ -21,8 +21,8 @@ from nvflare_lazy.errors import (
     SectionError,
     UnsupportedTensorError,
 )
-from nvflare_lazy.formats.lazy_data import open_pytorch
-from tests.formats import pytorch_files as files
+from nvflare_lazy.formats.pytorch import open_pytorch
+from tests.formats.pytorch import files
 
 
 def saved(tmp_path, content: object, **options: object):

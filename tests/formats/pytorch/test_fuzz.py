@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from nvflare_lazy.errors import NVFlareLazyError
-from nvflare_lazy.formats.lazy_data import open_pytorch
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
-from tests.formats import pytorch_files as files
+from nvflare_lazy.formats.pytorch import open_pytorch
+from tests.formats.pytorch import files
 
 ROUNDS = 20_000 if os.environ.get("HYPOTHESIS_PROFILE") == "night" else 800
 
