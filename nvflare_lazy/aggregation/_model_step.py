@@ -232,7 +232,7 @@ class OptimizerStep:
             values, buffer = arena.take_buffer(run.update.dtype, out.numel())
             run.update.read(start, buffer)
             out.copy_(values.clamp_(max=1) if run.is_bool else values)
-            arena.give_back(mark)
+            arena.release(mark)
             return
         values, update = (arena.take(torch.int64, out.numel()) for _ in range(2))
         _read(run.update, start, update, arena)
@@ -251,4 +251,4 @@ def _read(vector: InputVector, start: int, into: torch.Tensor, arena: Arena) -> 
         into.copy_(values.double().round_())
     else:
         into.copy_(values)
-    arena.give_back(mark)
+    arena.release(mark)

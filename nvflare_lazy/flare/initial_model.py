@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Where NVFlare's PyTorch persistor keeps the weights in its files.
 NVFLARE_SECTION = "model"
-_LAST_WORDS = 4000
+_STDERR_TAIL = 4000
 
 
 def from_checkpoint(path: Path) -> LazyTensorDict:
@@ -80,7 +80,7 @@ def from_class(class_path: str, args: Mapping[str, Any], directory: Path) -> Laz
     if made.returncode:
         raise InitialModelError(
             f"the model class {class_path} could not be instantiated with {dict(args)!r}:\n"
-            + (made.stderr.strip()[-_LAST_WORDS:] or f"the process ended with {made.returncode}")
+            + (made.stderr.strip()[-_STDERR_TAIL:] or f"the process ended with {made.returncode}")
         )
     return output.finish(open_safetensors(output.path))
 

@@ -239,8 +239,8 @@ class LazyModelPersistor(ModelPersistor):
         )
 
     def _included(self, tensors: LazyTensorDict) -> dict[str, Any]:
-        left_out = re.compile(self.exclude_vars) if self.exclude_vars else None
-        return {name: entry for name, entry in tensors.entries.items() if not (left_out and left_out.search(name))}
+        excluded = re.compile(self.exclude_vars) if self.exclude_vars else None
+        return {name: entry for name, entry in tensors.entries.items() if not (excluded and excluded.search(name))}
 
     def _merged(self, ml: ModelLearnable) -> dict[str, Any]:
         wrong = validate_model_learnable(ml)

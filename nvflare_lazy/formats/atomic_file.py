@@ -29,8 +29,8 @@ _OUT_OF_SPACE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 # What file systems answer that have no files without names (NFS, 9p, FUSE), and kernels that know none.
 _NO_NAMELESS_FILES = frozenset((errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS))
 # Linux moves at most this much in one write; larger requests come back short.
-_MOST_BYTES_A_WRITE = 0x7FFFF000
-_FLUSHED_TOGETHER = 8 << 20
+_MAX_WRITE_BYTES = 0x7FFFF000
+_FLUSH_BYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 if _sync_file_range is not None:
@@ -88,9 +88,9 @@ class AtomicFile:
         done = 0
         with self.descriptor() as fd:
             while done < len(view):
-                done += os.pwrite(fd, view[done : done + _MOST_BYTES_A_WRITE], offset + done)
+                done += os.pwrite(fd, view[done : done + _MAX_WRITE_BYTES], offset + done)
             self._unflushed += done
-            if self.fsync and self._unflushed >= _FLUSHED_TOGETHER:
+            if self.fsync and self._unflushed >= _FLUSH_BYTES:
                 self._unflushed = 0
                 begin_writeback(fd)
 

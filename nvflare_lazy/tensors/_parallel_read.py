@@ -37,9 +37,9 @@ _PAGE = 4096
 # More do not copy faster: by then memory is the limit.
 _MAX_HELPERS = 3
 # How often, and with what pause between, a caller looks for the end of the last piece before it falls asleep.
-_LOOKS = 12
+_MAX_POLLS = 12
 _PAUSE = bytes(16 << 10)
-_LOOK_AGAIN = 0.1
+_POLL_SECONDS = 0.1
 
 
 @lru_cache
@@ -121,14 +121,14 @@ class _Job:
 
     def _wait_for_helpers(self) -> None:
         # Stay awake for a moment, since being woken takes as long as copying half a MiB.
-        for _ in range(_LOOKS):
+        for _ in range(_MAX_POLLS):
             if len(self._left) == len(self._came):
                 return
             zlib.crc32(_PAUSE)  # some microseconds without the interpreter's lock
         while len(self._left) < len(self._came):
             # An interrupt may have lost a helper's notification: check again from time to time.
             with suppress(Empty):
-                self._leaving.get(timeout=_LOOK_AGAIN)
+                self._leaving.get(timeout=_POLL_SECONDS)
 
 
 class _Helpers:

@@ -401,13 +401,13 @@ def limit_under_way(state: State, nbytes: int) -> None:
     offload.runtime.budget._peak = 0
 
 
-def most_under_way(state: State) -> int:
+def max_in_flight(state: State) -> int:
     from nvflare_lazy.transport import offload
 
     return offload.runtime.budget.peak
 
 
-def leave_out_last(state: State, on: bool) -> None:
+def omit_last(state: State, on: bool) -> None:
     """Offer one tensor less than the message refers to."""
     from nvflare.fuel.utils import fobs
 

@@ -139,9 +139,9 @@ def test_lost_result(net):
 @pytest.mark.parametrize("sender", ["site_2", "site_3"], ids=["plugin", "stock"])
 def test_missing_items(net, sender):
     """A payload with fewer tensors than the message refers to: the ones that are missing say so when used."""
-    net[sender].call(scenes.leave_out_last, True)
+    net[sender].call(scenes.omit_last, True)
     send(net, sender, "server", kind="ten")
-    net[sender].call(scenes.leave_out_last, False)
+    net[sender].call(scenes.omit_last, False)
     outcomes = net["server"].call(scenes.how_it_failed)
     assert {outcome for outcome in outcomes if not outcome.startswith("nothing")} == {"ProtocolError"}
     assert net["server"].call(scenes.failure) == "ProtocolError"

@@ -103,6 +103,6 @@ def test_bytes_under_way(net):
     for name in ("server", "site_2", "site_3"):
         net[name].start(scenes.send_model, "site-1")
     assert [net[name].result() for name in ("server", "site_2", "site_3")] == ["ok"] * 3
-    assert net["site_1"].call(scenes.most_under_way) <= 4 * MIB
+    assert net["site_1"].call(scenes.max_in_flight) <= 4 * MIB
     assert net["site_1"].call(scenes.nbytes_received) == 64 * MIB
     net["site_1"].call(scenes.limit_under_way, 32 * MIB)

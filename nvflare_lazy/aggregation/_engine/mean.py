@@ -165,7 +165,7 @@ def mean_into(out: torch.Tensor, read: Callable[[int], torch.Tensor], weights: W
             round_into(out, mean.divide_rounded(), arena)
         else:
             mean.finish_exact()
-    arena.give_back(mark)
+    arena.release(mark)
 
 
 def sum_into(out: torch.Tensor, read: Callable[[int], torch.Tensor], weights: Weights, arena: Arena) -> None:
@@ -174,7 +174,7 @@ def sum_into(out: torch.Tensor, read: Callable[[int], torch.Tensor], weights: We
     mean = _Mean(out, read, weights, arena)
     mean.add_up()
     out.copy_(mean.divide())
-    arena.give_back(mark)
+    arena.release(mark)
 
 
 class _Mean:
@@ -190,7 +190,7 @@ class _Mean:
         """Lend memory for some numbers."""
         mark = self._arena.mark()
         yield self._arena.take(torch.float64, count)
-        self._arena.give_back(mark)
+        self._arena.release(mark)
 
     def add_up(self) -> bool:
         """Sum the terms; return whether the sums are known to be exact and, where integers are wanted, below 2^51."""

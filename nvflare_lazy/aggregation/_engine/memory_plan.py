@@ -103,9 +103,9 @@ class Arena:
         return self.take(dtype, count), self._bytes[start : start + count * dtype.itemsize]
 
     def mark(self) -> int:
-        """Return what `give_back` takes."""
+        """Return what `release` takes."""
         return self._top
 
-    def give_back(self, mark: int) -> None:
+    def release(self, mark: int) -> None:
         """Give back all that was taken since the mark."""
         self._top = mark

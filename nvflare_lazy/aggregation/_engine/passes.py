@@ -84,7 +84,7 @@ class Engine:
                 first = (begin - start) // BLOCK
                 statistic.accumulate(tile, blocks[:, first : first + -(-tile.count // BLOCK)])
                 self._monitor.advance(tile.nbytes)
-                arena.give_back(mark)
+                arena.release(mark)
             return blocks.sum(dim=1)
 
         self._monitor.start(statistic.name, sum(map(_bytes_to_read, groups)))

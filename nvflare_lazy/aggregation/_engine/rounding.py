@@ -94,7 +94,7 @@ def to_precision(values: torch.Tensor, dtype: torch.dtype, arena: Arena, *, extr
     # An infinity would become NaN.
     power.clamp_(tiny, _MAX_POWER)
     values.add_(power, alpha=far).sub_(power, alpha=far)
-    arena.give_back(mark)
+    arena.release(mark)
     return values
 
 
@@ -106,7 +106,7 @@ def _round_to_bfloat16(out: torch.Tensor, values: torch.Tensor, arena: Arena) ->
     """
     mark = arena.mark()
     halves = arena.take(torch.int16, 2 * values.numel())
-    arena.give_back(mark)
+    arena.release(mark)
     single = arena.take(torch.float32, values.numel())  # in the same memory
     out.copy_(single.copy_(values))
     places = _halfway(halves)
@@ -117,7 +117,7 @@ def _round_to_bfloat16(out: torch.Tensor, values: torch.Tensor, arena: Arena) ->
         towards_zero = (rounded.view(np.int32)[places] >> 16).astype(np.int16)
         mended = towards_zero + (np.abs(exact) > np.abs(halfway))
         out.view(torch.int16).numpy()[places[wrong]] = mended[wrong]
-    arena.give_back(mark)
+    arena.release(mark)
 
 
 def _halfway(halves: torch.Tensor) -> np.ndarray[Any, np.dtype[np.intp]]:

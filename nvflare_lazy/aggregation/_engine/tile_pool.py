@@ -109,7 +109,7 @@ class _Pass(Generic[_Task, _Result]):
             while (task := self._take()) is not None:
                 mark = arena.mark()
                 result = self._work(task[1], arena)
-                arena.give_back(mark)
+                arena.release(mark)
                 if self._collect is not None:
                     self._collect_in_order(task[0], result)
         except BaseException as error:

@@ -27,8 +27,8 @@ TILE_BYTES = 2 << 20
 # File systems whose server copies within itself, so that the bytes do not cross the network twice.
 _SERVER_COPIES = frozenset(("ceph", "cifs", "nfs4", "smb3"))
 # Answers of the kernel that mean "not with these two files": the bytes are copied here instead.
-_NOT_HERE = frozenset((errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF))
-_MOST_BYTES_A_COPY = 1 << 30
+_NOT_SUPPORTED = frozenset((errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF))
+_MAX_COPY_BYTES = 1 << 30
 
 
 def copy_into(
@@ -65,11 +65,11 @@ def _copied_by_server(file: AtomicFile, offset: int, source: ByteSource, written
         if device != os.fstat(target).st_dev or not _server_copies(device):
             return 0
         while done < source.nbytes:
-            wanted = min(source.nbytes - done, _MOST_BYTES_A_COPY)
+            wanted = min(source.nbytes - done, _MAX_COPY_BYTES)
             try:
                 count = os.copy_file_range(fd, target, wanted, start + done, offset + done)
             except OSError as error:
-                if error.errno not in _NOT_HERE:
+                if error.errno not in _NOT_SUPPORTED:
                     raise
                 break
             if count == 0:

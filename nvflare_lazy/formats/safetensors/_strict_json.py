@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 # Each name costs a few hundred bytes once it is read, however short it is in the file.
 MAX_MEMBERS = 1_000_000
 # Longest text of a flat object: 64 dimensions of 20 digits and generous white space.
-_MOST_FLAT_TEXT = 16_384
+_MAX_FLAT_TEXT_LEN = 16_384
 
 # As almost all strings are: plain ASCII without escapes.
 _PLAIN_STRING = re.compile(r'"([ !#-\[\]-~]*)"')
 _TOKEN = re.compile(r"[ \t\n\r]*(.?)", re.DOTALL)
-_FLAT_OBJECT = re.compile(rf"[ \t\n\r]*(\{{[^{{}}]{{0,{_MOST_FLAT_TEXT}}}\}})")
+_FLAT_OBJECT = re.compile(rf"[ \t\n\r]*(\{{[^{{}}]{{0,{_MAX_FLAT_TEXT_LEN}}}\}})")
 _NESTING_OR_STRING = re.compile(r'["\[\]{}]')
 _LITERAL_END = re.compile(r"[^,}\]]*")
 _SPACES_TO_THE_END = re.compile(r" *\Z")
 # A skipped value is scanned character by character, which takes a second for ten megabytes.
-_MOST_SKIPPED_TEXT = 1 << 20
+_MAX_SKIPPED_TEXT_LEN = 1 << 20
 
 
 class JsonCursor:
@@ -125,7 +125,7 @@ class JsonCursor:
             self.position = self._end_of(_LITERAL_END)
             return
         depth = 0
-        most = self.position + _MOST_SKIPPED_TEXT
+        most = self.position + _MAX_SKIPPED_TEXT_LEN
         while True:
             match = _NESTING_OR_STRING.search(self._text, self.position, most)
             if match is None:

@@ -45,13 +45,13 @@ METADATA_KEY = "__metadata__"
 
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _FIELDS = {"dtype", "shape", "data_offsets"}
-_MOST_DIMENSIONS = 64
-_MOST_COUNTABLE = (1 << 63) - 1
+_MAX_DIMENSIONS = 64
+_MAX_COUNTABLE = (1 << 63) - 1
 
 # An entry as all but a few writers put it: this reads it faster than a JSON parser does.
 _NUMBER = "(?:0|[1-9][0-9]{0,17})"
 _USUAL_ENTRY = re.compile(
-    rf'\{{"dtype":"([A-Z0-9_]+)","shape":\[((?:{_NUMBER}(?:,{_NUMBER}){{0,{_MOST_DIMENSIONS - 1}}})?)\],'
+    rf'\{{"dtype":"([A-Z0-9_]+)","shape":\[((?:{_NUMBER}(?:,{_NUMBER}){{0,{_MAX_DIMENSIONS - 1}}})?)\],'
     rf'"data_offsets":\[({_NUMBER}),({_NUMBER})\]\}}'
 )
 
@@ -216,7 +216,7 @@ def encode_header(
         laid[name] = row, sizes, begin, nbytes
         members.append(f'{_to_json(name)}:{{{text},"data_offsets":[{begin},{begin + nbytes}]}}')
         begin += nbytes
-    if begin > _MOST_COUNTABLE:
+    if begin > _MAX_COUNTABLE:
         raise SafetensorsError("size-overflow", f"{where}: {begin} bytes are more than can be counted in 63 bits")
     if max(len(members), len(metadata or ())) > _strict_json.MAX_MEMBERS:
         raise SafetensorsError("too-many-tensors", f"{where}: more than {_strict_json.MAX_MEMBERS} names in one header")
@@ -313,10 +313,10 @@ def _row(dtype: object, where: str, name: str) -> ElementType:
 
 
 def _shape(value: object, where: str, name: str) -> tuple[int, ...]:
-    if type(value) is not list or len(value) > _MOST_DIMENSIONS:
+    if type(value) is not list or len(value) > _MAX_DIMENSIONS:
         raise SafetensorsError(
             "invalid-shape",
-            f"{where}: the shape of tensor {quoted(name)} must be a list of at most {_MOST_DIMENSIONS} numbers",
+            f"{where}: the shape of tensor {quoted(name)} must be a list of at most {_MAX_DIMENSIONS} numbers",
         )
     for size in value:
         if type(size) is not int or size < 0:
@@ -332,7 +332,7 @@ def _nbytes(row: ElementType, shape: tuple[int, ...], where: str, name: str) -> 
     count = 1
     for size in shape:
         count *= size or 1
-    if max(count, count * row.bits // 8) > _MOST_COUNTABLE:
+    if max(count, count * row.bits // 8) > _MAX_COUNTABLE:
         raise SafetensorsError(
             "size-overflow",
             f"{where}: tensor {quoted(name)} has the shape {list(shape)}, more than can be counted in 63 bits",
@@ -349,7 +349,7 @@ def _nbytes(row: ElementType, shape: tuple[int, ...], where: str, name: str) -> 
 def _offsets(value: object, where: str, name: str) -> tuple[int, int]:
     if type(value) is list and len(value) == 2:
         begin, end = value
-        if type(begin) is int and type(end) is int and 0 <= begin <= end <= _MOST_COUNTABLE:
+        if type(begin) is int and type(end) is int and 0 <= begin <= end <= _MAX_COUNTABLE:
             return begin, end
     raise SafetensorsError(
         "invalid-offsets",

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 # Each is an open file until all of them are complete.
-_MOST_SHARDS = 500
+_MAX_SHARDS = 500
 _MEMORY_PART_BYTES = 64 << 20
 _STRIDED_TILE_BYTES = 16 << 20
 
@@ -238,9 +238,9 @@ def _shards(
     if most is None or sum(meta.nbytes for meta in state_dict_meta) <= most:
         return [list(state_dict_meta)]
     shards = split_into_shards(state_dict_meta, most)
-    if len(shards) > _MOST_SHARDS:
+    if len(shards) > _MAX_SHARDS:
         raise SaveError(
-            f"{path} would have {len(shards)} shards, of which {_MOST_SHARDS} are possible; "
+            f"{path} would have {len(shards)} shards, of which {_MAX_SHARDS} are possible; "
             f"choose a max_shard_size of more than {max_shard_size}"
         )
     return shards

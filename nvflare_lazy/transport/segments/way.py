@@ -48,7 +48,7 @@ class Segments:
         return None if items else protocol.Offer.from_state(state.get(protocol.KEY))
 
     def receive(self, offer: protocol.Offer, download: PayloadConsumer) -> dict[str, Any] | None:
-        """SegmentDownload the manifest, check it, and fetch all bytes."""
+        """Download the manifest, check it, and fetch all bytes."""
         try:
             _fetch(offer, download)
         except SegmentTimeoutError as error:

@@ -54,7 +54,7 @@ class TestArena:
         first.fill_(7)
         assert second.sum() == 10
         assert np.frombuffer(buffer, np.float32).tolist() == [7] * 100
-        arena.give_back(mark)
+        arena.release(mark)
         assert arena.take(torch.float64, 10) is second
 
     def test_more_than_announced(self):
