@@ -87,8 +87,8 @@ def test_abort(net, to_disk):
 @pytest.mark.parametrize(
     ("fault", "error", "text"),
     [
-        ("cuts short", "ProtocolError", f"{SEGMENT_BYTES - 1} bytes where {SEGMENT_BYTES}"),
-        ("sends too much", "ProtocolError", f"{SEGMENT_BYTES + 1} bytes where {SEGMENT_BYTES}"),
+        ("cuts short", "ProtocolError", f"{SEGMENT_BYTES - 1} bytes, but {SEGMENT_BYTES}"),
+        ("sends too much", "ProtocolError", f"{SEGMENT_BYTES + 1} bytes, but {SEGMENT_BYTES}"),
         ("fails", "PeerLostError", "the disk of the sender has died"),
     ],
 )
