@@ -90,7 +90,7 @@ class ModelUpdate:
             stepper = _TAKE_THE_MEAN if is_mean else optimizer
             part = {name: value for name, value in base.items() if (name in averaged) == is_mean}
             update = {name: entry for name, entry in aggregate.entries.items() if (name in averaged) == is_mean}
-            output = ModelOutput.of(fl_ctx, sum(int(value.nbytes) for value in part.values()))
+            output = ModelOutput.of(fl_ctx, part)
             updated = stepper.step(
                 part,
                 LazyTensorDict.from_entries(update),

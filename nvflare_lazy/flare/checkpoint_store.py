@@ -38,9 +38,9 @@ class Checkpoint:
     """A complete round.
 
     Attributes:
-        round: Its number, or None for a model that is not the result of a round.
+        round: Its number, or None for a model saved outside of rounds.
         path: The file of the global model after it.
-        meta: NVFlare's metadata of the model, as far as JSON can hold it.
+        meta: What NVFlare keeps with the model, as far as JSON can hold it.
     """
 
     round: int | None
@@ -49,20 +49,7 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one job.
-
-    Args:
-        directory: Where they are; it is made.
-        model_name: File of the last global model.
-        best_name: File of the best one.
-        keep_rounds: How many rounds to keep files of, at least one.
-
-    Example:
-        >>> store = CheckpointStore(Path("run"), keep_rounds=3)
-        >>> store.save(weights, round_number=7)
-        >>> store.latest().round
-        7
-    """
+    """The checkpoints of one job, in a directory that it creates; it keeps the files of the last rounds."""
 
     def __init__(self, directory: Path, model_name: str, best_name: str, *, keep_rounds: int = 2) -> None:
         self.directory = directory
@@ -86,15 +73,13 @@ class CheckpointStore:
     ) -> Path:
         """Save the global model after a round; the last complete one stays until this one is.
 
-        Args:
-            weights: Tensors or arrays by name. If one file below this store holds exactly them, it is not copied.
-            round_number: The round.
-            meta: Metadata to keep with the model.
+        If one file below this store holds exactly these tensors, it is not copied.
         """
         number = 0 if round_number is None else round_number
         path = self._rounds / f"round-{number:05d}.safetensors"
         self._put(weights, path)
-        _name_also(path, self.model_path)
+        if not _name_also(path, self.model_path):
+            save(weights, self.model_path)
         self._record(Checkpoint(round_number, path, meta or {}))
         self._prune()
         return self.model_path
@@ -182,7 +167,7 @@ def json_part(value: Any) -> Any:
 
 
 def _name_also(path: Path, name: Path) -> bool:
-    """Give a file one more name, which replaces the file of that name; copy it if the file system has no links."""
+    """Give a file one more name, which replaces the file of that name; False if it cannot be linked to."""
     hidden = name.with_name(f".{name.name}.{secrets.token_hex(6)}.tmp")
     try:
         os.link(path, hidden)
@@ -190,7 +175,7 @@ def _name_also(path: Path, name: Path) -> bool:
         return False
     except OSError as error:
         logger.info("%s cannot be linked to (%s): copying it", path, error)
-        _copy(path, hidden)
+        return False
     try:
         os.replace(hidden, name)
     except BaseException:
@@ -201,19 +186,6 @@ def _name_also(path: Path, name: Path) -> bool:
         hidden.unlink(missing_ok=True)
     sync_directory(str(name.parent))
     return True
-
-
-def _copy(path: Path, to: Path) -> None:
-    try:
-        with open(path, "rb") as source, open(to, "xb") as target:
-            size = os.fstat(source.fileno()).st_size
-            done = 0
-            while done < size:
-                done += os.copy_file_range(source.fileno(), target.fileno(), size - done)
-            os.fsync(target.fileno())
-    except BaseException:
-        to.unlink(missing_ok=True)
-        raise
 
 
 def _sync(path: Path) -> None:

@@ -50,15 +50,12 @@ def from_checkpoint(path: Path) -> LazyTensorDict:
 
 
 def from_class(class_path: str, args: Mapping[str, Any], directory: Path) -> LazyTensorDict:
-    """Instantiate a model class in another process and open what it wrote.
+    """Instantiate a model class in another process, and open the file that it writes to a directory.
 
-    Args:
-        class_path: Module and class, importable from where this process imports.
-        args: The constructor's arguments; they must go through JSON.
-        directory: Where the file goes; it is removed with the last tensor of it.
+    The file is removed with the last tensor of it. The constructor's arguments must be valid JSON.
 
     Raises:
-        InitialModelError: If the class cannot be imported or instantiated; the message has the other process's words.
+        InitialModelError: If the class cannot be imported or instantiated; the message has the error of the process.
     """
     try:
         order = json.dumps({"class_path": class_path, "args": dict(args), "sys_path": sys.path})

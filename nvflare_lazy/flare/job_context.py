@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _PERSISTOR = "nvflare_lazy.persistor"
 _OFFLOAD = "nvflare_lazy.offload"
-_ROUND_LOG = "nvflare_lazy.round_log"
 
 
 def set_persistor(fl_ctx: FLContext, persistor: LazyModelPersistor) -> None:
@@ -44,15 +43,10 @@ def offload_of(fl_ctx: FLContext | None) -> TensorOffload | None:
     return found
 
 
-def set_round_log(fl_ctx: FLContext, log: RoundLog) -> None:
-    """Register the log of rounds."""
-    fl_ctx.set_prop(_ROUND_LOG, log, private=True, sticky=True)
-
-
 def round_log_of(fl_ctx: FLContext | None) -> RoundLog | None:
     """Return the log of rounds, if the job has one."""
-    found: RoundLog | None = fl_ctx.get_prop(_ROUND_LOG) if fl_ctx else None
-    return found
+    offload = offload_of(fl_ctx)
+    return None if offload is None else offload.round_log
 
 
 def global_weights(fl_ctx: FLContext | None) -> Mapping[str, Any] | None:

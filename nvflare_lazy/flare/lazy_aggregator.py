@@ -173,7 +173,7 @@ class LazyAggregator(ModelAggregator):
         self._warn_if_in_memory(params)
         numpy = any(holds_arrays(tensors) for tensors in params.values())
         base = job_context.global_weights(self.fl_ctx)
-        output = ModelOutput.of(self.fl_ctx, self._expected_bytes(params))
+        output = ModelOutput.of(self.fl_ctx, max(params.values(), key=len, default={}))
         try:
             result = self._aggregation(kind).run(
                 params, output.path, weights=results.weights, reference=base, should_cancel=self._cancelled
@@ -228,9 +228,6 @@ class LazyAggregator(ModelAggregator):
 
     def _unchanged(self) -> FLModel:
         return FLModel(params=dict(job_context.global_weights(self.fl_ctx) or {}), params_type=ParamsType.FULL)
-
-    def _expected_bytes(self, params: Mapping[str, Mapping[str, Any]]) -> int:
-        return max((sum(int(value.nbytes) for value in tensors.values()) for tensors in params.values()), default=0)
 
     def _skip(self, client: str, reason: str) -> None:
         self.warning(f"Round {self._round_number()}: skipped the result of {client}: {reason}")

@@ -119,7 +119,7 @@ class LazyScaffold(Scaffold):
 
     def _next_controls(self, changes: Mapping[str, tuple[dict[str, Any], float]]) -> dict[str, Any]:
         """Return the global control variates after the round."""
-        output = ModelOutput.of(self.fl_ctx, sum(int(value.nbytes) for value in self._controls.values()))
+        output = ModelOutput.of(self.fl_ctx, self._controls)
         budget = self._aggregator.budget
         mean = Aggregation(memory_budget=budget, params_type="DIFF", on_mismatch="skip", fsync=False).run(
             {client: change for client, (change, _) in changes.items()},

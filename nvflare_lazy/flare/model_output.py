@@ -9,27 +9,25 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy.flare import job_context
 from nvflare_lazy.scratch import DownloadScratch, current_job_scratch
 from nvflare_lazy.tensors.tensor_file import TemporaryPath
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from nvflare.apis.fl_context import FLContext
 
     from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 
 
 class ModelOutput:
-    """A file to write a model to, and its owner.
-
-    Args:
-        path: The file; it does not exist yet.
-        owner: What removes the file with its last reference.
+    """A file to write a model to, and its owner, which removes the file with its last reference.
 
     Example:
-        >>> output = ModelOutput.of(fl_ctx, nbytes)
+        >>> output = ModelOutput.of(fl_ctx, results["site-1"])
         >>> model = output.finish(aggregation.run(results, output.path).tensors)
     """
 
@@ -38,17 +36,17 @@ class ModelOutput:
         self._owner = owner
 
     @classmethod
-    def of(cls, fl_ctx: FLContext | None, nbytes: int) -> ModelOutput:
-        """Return an output next to the job's checkpoints, or in scratch if another component keeps them.
+    def of(cls, fl_ctx: FLContext | None, like: Mapping[str, Any]) -> ModelOutput:
+        """Return an output beside the job's checkpoints, or in scratch if they are not ours.
 
-        Args:
-            fl_ctx: NVFlare's context of the job.
-            nbytes: The size of the model, to be reserved in scratch.
+        Scratch reserves the bytes of a model like `like`.
         """
         persistor = job_context.persistor_of(fl_ctx)
         if persistor is not None:
             return cls.within(persistor.store.incoming)
-        download = current_job_scratch().download("aggregate", reserve=nbytes)
+        download = current_job_scratch().download(
+            "aggregate", reserve=sum(int(value.nbytes) for value in like.values())
+        )
         return cls(download.path / "model.safetensors", download)
 
     @classmethod

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +13,7 @@ import torch
 
 from nvflare_lazy.flare.checkpoint_store import json_part
 from nvflare_lazy.flare.initial_model import NVFLARE_SECTION
-from nvflare_lazy.formats.atomic_file import sync_directory
+from nvflare_lazy.formats.atomic_file import AtomicFile, sync_directory
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.entry import TensorEntry
 
@@ -24,30 +22,21 @@ _META = "meta_props"
 
 
 def write_pytorch_file(tensors: LazyTensorDict, path: Path, *, meta: Mapping[str, Any] | None = None) -> None:
-    """Write `{"model": tensors, "meta_props": meta}` with `torch.save`, atomically.
+    """Write `{"model": tensors, "meta_props": meta}` with `torch.save`, all-or-nothing.
 
-    `torch.save` requires all tensors at once; they are mapped from their file, so that they do not take memory.
-
-    Args:
-        tensors: The tensors of a safetensors file.
-        path: The file to write.
-        meta: Metadata to save with the tensors.
+    `torch.save` takes all tensors at once; these are mapped from their safetensors file, so that they are not
+    in memory.
     """
     content = {NVFLARE_SECTION: OrderedDict((name, _mapped(entry)) for name, entry in tensors.entries.items())}
     kept = json_part(meta or {})
     if kept:
         content[_META] = kept
-    hidden = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        with open(hidden, "xb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(hidden, path)
-    except BaseException:
-        hidden.unlink(missing_ok=True)
-        raise
-    sync_directory(str(path.parent))
+    with AtomicFile(path) as file:
+        with file.descriptor() as fd, open(fd, "wb", closefd=False) as stream:
+            torch.save(content, stream)
+        file.sync()
+        file.publish()
+    sync_directory(file.directory)
 
 
 def _mapped(entry: TensorEntry) -> torch.Tensor:

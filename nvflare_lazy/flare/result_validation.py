@@ -47,13 +47,7 @@ def model_result(fl_ctx: FLContext) -> DXO | None:
 
 
 def find_failure(client: str, params: Mapping[str, Any], model: Mapping[str, Any] | None) -> Exception | None:
-    """Return why no aggregator can use a result: it was not received, or a shape differs from the global model.
-
-    Args:
-        client: The client that sent the result.
-        params: The tensors of the result.
-        model: The global model, if it is known.
-    """
+    """Return why no aggregator can use a result: it was not received, or a shape differs from the global model."""
     failure = failure_of(params)
     mismatch = find_shape_mismatch(params, model) if failure is None and model is not None else None
     if mismatch is not None:
@@ -72,28 +66,17 @@ class Result:
 
 @dataclass
 class RoundResults:
-    """The usable results of a round, until they are aggregated.
-
-    Args:
-        aggregation_weights: Factors for the weights of some clients.
-    """
+    """The usable results of a round, until they are aggregated. Factors multiply the weights of some clients."""
 
     aggregation_weights: Mapping[str, float] = field(default_factory=dict)
     params_type: ParamsType | None = None
     results: dict[str, Result] = field(default_factory=dict)
 
-    def take(self, model: FLModel, reference: Mapping[str, Any] | None) -> str:
+    def take(self, model: FLModel, reference: Mapping[str, Any] | None) -> None:
         """Add a result to the round, all-or-nothing.
 
-        Args:
-            model: The result.
-            reference: The global model, if it is known.
-
-        Returns:
-            The name of the client.
-
         Raises:
-            ResultMismatchError: If the result does not match the global model or earlier results.
+            ResultMismatchError: If the result does not match the global model, if that is known, or earlier results.
         """
         client = client_of(model)
         failure = failure_of(model.params)
@@ -114,7 +97,6 @@ class RoundResults:
         weight = self.aggregation_weights.get(client, 1.0) * steps_of(model)
         self.params_type = model.params_type
         self.results[client] = Result(model.params, weight, model.metrics)
-        return client
 
     @property
     def weights(self) -> dict[str, float]:
@@ -173,12 +155,7 @@ def _kind(params_type: ParamsType | None) -> str:
 
 
 def find_mismatch(weights: Mapping[str, Any], reference: Mapping[str, Any]) -> str | None:
-    """Describe how weights differ from a model in names and shapes, or return None. Tensors may be missing.
-
-    Args:
-        weights: Tensors or arrays by name, lazy or not.
-        reference: The model, as tensors or arrays.
-    """
+    """Describe how weights differ from a model in names and shapes, or return None. Tensors may be missing."""
     if not weights:
         return "it has no tensors"
     unexpected = [name for name in weights if name not in reference]

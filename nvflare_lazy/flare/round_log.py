@@ -23,14 +23,9 @@ FILE_NAME = "nvflare_lazy.jsonl"
 
 @dataclass
 class ContributionRecord:
-    """The result of one client.
+    """The result of one client, as in `nvflare_lazy.jsonl`.
 
     Attributes:
-        client: The client.
-        round: The round of the result.
-        nbytes: Size of its tensors in bytes.
-        tensors: Number of tensors.
-        on_disk: Whether the tensors are on disk rather than in memory.
         seconds: Time from sending the task to receiving the result, or None if it is unknown.
         accepted: Whether the result was accepted; None until the verdict.
         reason: Why the result was rejected.
@@ -48,19 +43,16 @@ class ContributionRecord:
 
 @dataclass
 class RoundRecord:
-    """One round.
+    """One round, as in `nvflare_lazy.jsonl`.
 
     Attributes:
-        round: Its number.
         tasked: Clients that received the task.
         aggregated: Clients whose results were aggregated.
         skipped: The other clients, each with the reason.
-        received_bytes: Size of all results in bytes.
-        seconds: Duration of the round.
+        received_bytes: Size of all results.
         aggregation_seconds: Duration of the aggregation, if `LazyAggregator` did it.
         memory_bytes: Anonymous memory of the process at the end of the round.
-        scratch_bytes: Bytes of scratch in use at the end of the round.
-        scratch_peak_bytes: Peak of scratch in use so far.
+        scratch_bytes: Scratch in use at the end of the round.
     """
 
     round: int | None
@@ -89,12 +81,9 @@ class RoundRecord:
 
 
 class RoundLog:
-    """Collects the events of a round and logs them.
+    """Collects the events of a round, and logs them line by line and as records in a file, if there is one.
 
-    Args:
-        path: The file of records, or None for no records.
-        log: Called with each log line.
-        on_round_end: Called with the record of each round, to send its metrics.
+    `on_round_end` gets the record of each round, to send its metrics.
     """
 
     def __init__(

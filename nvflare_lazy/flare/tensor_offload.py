@@ -80,7 +80,7 @@ class TensorOffload(FLComponent):
         self._scratch: JobScratch | None = None
         # Restored when the run ends: `install()` in this process, or another run, may have set them.
         self._before: tuple[JobScratch | None, offload.ReceiveMode | None] | None = None
-        self._log: RoundLog | None = None
+        self.round_log: RoundLog | None = None
         self._round: int | None = None
         self._memory: MallocTrimmer | None = None
         tune_malloc()
@@ -125,8 +125,7 @@ class TensorOffload(FLComponent):
         self._memory = MallocTrimmer(parse_size(self.memory_budget), forwards_only=forwards_only)
         offload.runtime.on_buffers_released.append(self._memory.trim_excess)
         job_context.set_offload(fl_ctx, self)
-        self._log = RoundLog(_records_path(fl_ctx), self._log_line, self._send_metrics)
-        job_context.set_round_log(fl_ctx, self._log)
+        self.round_log = RoundLog(_records_path(fl_ctx), self._log_line, self._send_metrics)
         self.log_info(
             fl_ctx,
             f"Receiving tensors to {self._scratch.path} ({format_size(self._scratch.free())} free, at most "
@@ -151,22 +150,22 @@ class TensorOffload(FLComponent):
     def _on_task_sent(self, fl_ctx: FLContext) -> None:
         client, task = _peer(fl_ctx), fl_ctx.get_prop(FLContextKey.TASK_DATA)
         number = task.get_header(AppConstants.CURRENT_ROUND) if isinstance(task, Shareable) else None
-        if self._log is None or not client:
+        if self.round_log is None or not client:
             return
         if number is not None and number != self._round:
             # Some controllers, such as NVFlare's SCAFFOLD, do not announce rounds.
             self._start_round(number, announced=False)
-        self._log.on_task_sent(client)
+        self.round_log.on_task_sent(client)
 
     def _on_result(self, fl_ctx: FLContext) -> None:
         client, result = _peer(fl_ctx), model_result(fl_ctx)
-        if self._log is None or not client or result is None:
+        if self.round_log is None or not client or result is None:
             return
         # SCAFFOLD sends control variates in the metadata.
         parts = (part for part in (result.data, *result.meta.values()) if isinstance(part, dict))
         values = [value for part in parts for value in part.values() if is_weight(value)]
         on_disk = any(map(is_lazy, values))
-        self._log.on_result(client, sum(value.nbytes for value in values), len(values), on_disk=on_disk)
+        self.round_log.on_result(client, sum(value.nbytes for value in values), len(values), on_disk=on_disk)
 
     def _validate(self, fl_ctx: FLContext) -> None:
         """Reject a result before an aggregator fails with half of it in its sum."""
@@ -183,33 +182,33 @@ class TensorOffload(FLComponent):
             # Otherwise all clients would evaluate an empty model.
             fl_ctx.get_prop(FLContextKey.TASK_RESULT).set_return_code(ReturnCode.EXECUTION_RESULT_ERROR)
         self.log_warning(fl_ctx, f"Rejected the result of {client}: {failure}", fire_event=False)
-        if self._log is not None:
-            self._log.on_skip(client, str(failure))
+        if self.round_log is not None:
+            self.round_log.on_skip(client, str(failure))
 
     def _on_verdict(self, fl_ctx: FLContext) -> None:
         client = _peer(fl_ctx)
-        if self._log is None or not client:
+        if self.round_log is None or not client:
             return
         result = fl_ctx.get_peer_context().get_prop(FLContextKey.SHAREABLE)
         code = result.get_return_code() if isinstance(result, Shareable) else None
         if code not in (None, ReturnCode.OK):
-            self._log.on_skip(client, f"its task ended with {code}")
-        self._log.on_verdict(client, accepted=bool(fl_ctx.get_prop(AppConstants.AGGREGATION_ACCEPTED)))
+            self.round_log.on_skip(client, f"its task ended with {code}")
+        self.round_log.on_verdict(client, accepted=bool(fl_ctx.get_prop(AppConstants.AGGREGATION_ACCEPTED)))
 
     # ---- one round -----------------------------------------------------------------------------------------------
 
     def _start_round(self, number: int | None, *, announced: bool = True) -> None:
         self._end_round()
         self._round = number
-        if self._log is not None:
-            self._log.start_round(number, announced=announced)
+        if self.round_log is not None:
+            self.round_log.start_round(number, announced=announced)
 
     def _end_round(self) -> None:
-        if self._log is None:
+        if self.round_log is None:
             return
         scratch = self._scratch
         used, peak = (scratch.used, scratch.peak) if scratch is not None else (0, 0)
-        if self._log.end_round(scratch_bytes=used, scratch_peak_bytes=peak) is not None:
+        if self.round_log.end_round(scratch_bytes=used, scratch_peak_bytes=peak) is not None:
             if self._memory is not None:
                 self._memory.trim_idle()
             if not registered().complete:

@@ -13,7 +13,6 @@ from nvflare_lazy.scratch.download import DownloadScratch
 from nvflare_lazy.scratch.file import ScratchFile
 from nvflare_lazy.scratch.file_systems import RootInfo, inspect_root
 from nvflare_lazy.scratch.job import JobScratch
-from nvflare_lazy.scratch.root import ScratchRoot
 
 __all__ = [
     "DownloadScratch",
@@ -21,7 +20,6 @@ __all__ = [
     "LeaseInfo",
     "RootInfo",
     "ScratchFile",
-    "ScratchRoot",
     "current_job_scratch",
     "inspect_root",
     "list_scratch",

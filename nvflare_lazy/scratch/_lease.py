@@ -77,13 +77,7 @@ def read_record(fd: int) -> OwnerRecord | None:
 
 
 class Lease:
-    """A lease that this process holds.
-
-    Args:
-        root_fd: The scratch root, open; borrowed.
-        root: Its path, for messages.
-        job: What the job is called.
-    """
+    """A lease that this process holds. The descriptor of the scratch root is borrowed."""
 
     def __init__(self, root_fd: int, root: str, job: str) -> None:
         self._root_fd = root_fd

@@ -32,10 +32,7 @@ def min_free_bytes(min_free: int | str | None, total: int) -> int:
 class Quota:
     """The bytes that one job holds, exact under any number of threads.
 
-    Args:
-        directory: A directory on the file system that is written to.
-        limit: Most bytes the job may hold, or None.
-        min_free: Bytes of the file system to leave free.
+    Its directory is any on the file system that is written to.
     """
 
     def __init__(self, directory: str | os.PathLike[str], limit: int | None, min_free: int) -> None:
@@ -152,11 +149,7 @@ class Quota:
 
 
 class QuotaReservation:
-    """The bytes that one download holds of its job's quota.
-
-    Args:
-        quota: The job's quota.
-    """
+    """The bytes that one download holds of the quota of its job."""
 
     def __init__(self, quota: Quota) -> None:
         self._quota = quota

@@ -29,7 +29,7 @@ from nvflare_lazy.scratch._lease import (
     try_lock,
 )
 from nvflare_lazy.scratch._system import open_directory, remove_tree, tree_size
-from nvflare_lazy.scratch.root import ScratchRoot, open_root
+from nvflare_lazy.scratch.root import find_root, open_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,9 +63,9 @@ def list_scratch(root: str | os.PathLike[str] | None = None) -> list[LeaseInfo]:
     """List the jobs that have scratch under a root, without changing anything.
 
     Args:
-        root: The scratch root, as for `ScratchRoot.resolve`.
+        root: The scratch root, or the default one.
     """
-    directory = ScratchRoot.find(root)
+    directory = find_root(root)
     if directory is None:
         return []
     leases = []
@@ -81,7 +81,7 @@ def reclaim(root: str | os.PathLike[str] | None = None, *, include_other_hosts: 
     """Remove the scratch of processes that no longer exist, and return the removed leases.
 
     Args:
-        root: The scratch root, as for `ScratchRoot.resolve`.
+        root: The scratch root, or the default one.
         include_other_hosts: Whether to remove also directories of other hosts, whose owners may be running: that
             cannot be determined from here. Set it only if you know that they are not.
 
@@ -89,7 +89,7 @@ def reclaim(root: str | os.PathLike[str] | None = None, *, include_other_hosts: 
         >>> for lease in reclaim("/data/scratch"):
         ...     print(lease.path, lease.nbytes, lease.reason)
     """
-    directory = ScratchRoot.find(root)
+    directory = find_root(root)
     if directory is None:
         return []
     reclaimed = []

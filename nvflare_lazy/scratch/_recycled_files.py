@@ -33,13 +33,10 @@ class _RecycledFile(NamedTuple):
 
 
 class RecycledFiles:
-    """The recycled files of one job's directory.
+    """The recycled files of one job's directory, whose descriptor is borrowed.
 
     All methods may be called by a finalizer, in the middle of any other: there are no locks, only a deque. A file that
     cannot be recycled is removed with its directory.
-
-    Args:
-        job_fd: The job's directory, open; borrowed.
     """
 
     def __init__(self, job_fd: int) -> None:

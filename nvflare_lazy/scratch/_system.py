@@ -113,13 +113,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def to_scratch_error(error: OSError, doing: str, path: str | os.PathLike[str]) -> ScratchError:
-    """Return the ScratchError for an error of the operating system.
-
-    Args:
-        error: The system's error.
-        doing: The operation, as in "cannot <doing> <path>".
-        path: Its object.
-    """
+    """Return the ScratchError for a system error: "cannot <doing> <path>", the cause, and the remedy."""
     place = os.fspath(path)
     kind: type[ScratchError] = ScratchError
     advice = ""

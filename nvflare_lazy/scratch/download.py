@@ -49,10 +49,6 @@ class DownloadScratch:
     it stops running writes and removes the directory now. Files that are open for reading stay readable until they are
     closed.
 
-    Args:
-        owner: The job's handle, whose end would remove all its downloads.
-        directory: The directory.
-
     Example:
         >>> download = job.download("result of site-1")
         >>> file = download.new_file()
@@ -116,15 +112,7 @@ class OpenScratchFile:
 class DownloadDirectory:
     """A directory that ends deterministically, however many threads write to it.
 
-    Args:
-        job_fd: The job's directory, open; borrowed.
-        job_path: Its path.
-        name: The name of the new directory.
-        label: What the download is called in messages.
-        reservation: What it may hold.
-        preallocates: Whether reserving disk space is cheap there.
-        recycled_files: Where files come from, and go to at the end, if they are used again.
-        on_removed: Called with the name after the directory was removed.
+    The descriptor of the job's directory is borrowed. `on_removed` is called with the name after the removal.
     """
 
     def __init__(
@@ -279,8 +267,7 @@ class DownloadDirectory:
     def release(self, *, wait: bool = True) -> None:
         """Stop the writers, remove the directory and release its bytes; all that is done when this returns.
 
-        Args:
-            wait: Whether to wait for another thread that is already releasing it.
+        Without `wait`, it does not wait for another thread that is already releasing it.
         """
         if os.getpid() != self._pid:
             return

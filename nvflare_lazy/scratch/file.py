@@ -23,14 +23,7 @@ _PIECE = 8 << 20
 
 
 class ScratchFile:
-    """A new file in a download's directory; `DownloadScratch.new_file` creates them.
-
-    It keeps the download's directory.
-
-    Args:
-        owner: The handle whose end would remove the directory.
-        directory: The directory.
-        name: The file to create in it.
+    """A new file in a download's directory, which it keeps; `DownloadScratch.new_file` creates them.
 
     Example:
         >>> file = download.new_file()

@@ -31,7 +31,7 @@ from nvflare_lazy.scratch._system import (
 )
 from nvflare_lazy.scratch.download import DownloadDirectory, DownloadScratch
 from nvflare_lazy.scratch.file_systems import RootInfo, inspect_root
-from nvflare_lazy.scratch.root import ScratchRoot, open_root
+from nvflare_lazy.scratch.root import open_root, resolve_root
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,7 +81,7 @@ class JobScratch:
         """Reclaim the directories of processes that no longer exist, then lease a directory under the root.
 
         Args:
-            root: Where, as for `ScratchRoot.resolve`.
+            root: Where, or the default one.
             job: The job's name, for lists of leases. It never becomes part of a path.
             quota: Most bytes to hold at a time, such as "50GiB".
             min_free: How much of the file system to leave free, such as "2GiB" or "5%". Default: 1 GiB, or a
@@ -89,7 +89,7 @@ class JobScratch:
             warn: Whether to log problems of the root, for example that it is in memory.
         """
         limit = None if quota is None else parse_size(quota)
-        directory = ScratchRoot.resolve(root)
+        directory = resolve_root(root)
         info = inspect_root(directory)
         for warning in info.warnings if warn else ():
             logger.warning("%s", warning)
@@ -150,7 +150,7 @@ class JobScratch:
                 directory = self._directories[-1].download(label)
             except ScratchDeletedError as error:
                 logger.warning("%s; continuing in a new directory", error)
-                ScratchRoot.resolve(self.root)
+                resolve_root(self.root)
                 self._directories.append(self._lease_directory())
                 directory = self._directories[-1].download(label)
         download = DownloadScratch(self, directory)
@@ -200,12 +200,7 @@ def _release(directories: list[JobDirectory], *, wait: bool = True) -> None:
 class JobDirectory:
     """A directory that belongs to this process until it is released or the process ends.
 
-    Args:
-        root: The scratch root.
-        job: The job's name.
-        quota: What its downloads may hold.
-        preallocates: Whether reserving disk space is cheap there.
-        recycles: Whether files of finished downloads are kept, for the next ones to write over.
+    With `recycles`, files of finished downloads are kept, for the next ones to write over.
     """
 
     def __init__(self, root: Path, job: str, quota: Quota, *, preallocates: bool, recycles: bool) -> None:
@@ -267,8 +262,7 @@ class JobDirectory:
     def release(self, *, wait: bool = True) -> None:
         """Release all downloads, remove the directory, then release the lease.
 
-        Args:
-            wait: Whether to wait for another thread that is already releasing it.
+        Without `wait`, it does not wait for another thread that is already releasing it.
         """
         if os.getpid() != self._pid:
             return

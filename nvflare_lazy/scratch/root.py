@@ -25,41 +25,37 @@ _MAX_LINKS = 40
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
-class ScratchRoot:
-    """The directory that contains all scratch: how it is chosen, created and checked."""
+def resolve_root(root: str | os.PathLike[str] | None = None) -> Path:
+    """Return the scratch root to use, created for this user alone if it is missing, and checked.
 
-    @staticmethod
-    def resolve(root: str | os.PathLike[str] | None = None) -> Path:
-        """Return the directory to use, created for this user alone if it is missing, and checked.
+    A directory that several users share, such as /tmp or a project's, is not used itself: scratch is in a directory
+    of this user in it.
 
-        A directory that several users share, such as /tmp or a project's, is not used itself: scratch is in a
-        directory of this user in it.
+    Args:
+        root: The directory that the user chose. Default: `NVFLARE_LAZY_SCRATCH`, else the user's cache directory,
+            else, without a writable home, the temporary directory.
 
-        Args:
-            root: The directory that the user chose. Default: `NVFLARE_LAZY_SCRATCH`, else the user's cache directory,
-                else, without a writable home, the temporary directory.
-
-        Raises:
-            ScratchPermissionError: If other users could replace it, or this user may not write there.
-        """
-        path, is_chosen = _locate(root)
+    Raises:
+        ScratchPermissionError: If other users could replace it, or this user may not write there.
+    """
+    path, is_chosen = _locate(root)
+    try:
+        return _create_checked(path)
+    except ScratchError as error:
         if is_chosen:
-            return _create_checked(path)
-        try:
-            return _create_checked(path)
-        except ScratchError as error:
-            logger.info("no scratch in the cache directory (%s); using the temporary one", error)
-        return _create_checked(_temporary_root())
+            raise
+        logger.info("no scratch in the cache directory (%s); using the temporary one", error)
+    return _create_checked(_temporary_root())
 
-    @staticmethod
-    def find(root: str | os.PathLike[str] | None = None) -> Path | None:
-        """Return the directory that `resolve` would use, or None if it does not exist; create nothing."""
-        path, is_chosen = _locate(root)
-        for candidate in [path] if is_chosen else [path, _temporary_root()]:
-            place = _choose_directory(_follow_links(candidate))
-            if place.is_dir() and not _is_shared(place):
-                return place
-        return None
+
+def find_root(root: str | os.PathLike[str] | None = None) -> Path | None:
+    """Return the directory that `resolve_root` would use, or None if it does not exist; create nothing."""
+    path, is_chosen = _locate(root)
+    for candidate in [path] if is_chosen else [path, _temporary_root()]:
+        place = _choose_directory(_follow_links(candidate))
+        if place.is_dir() and not _is_shared(place):
+            return place
+    return None
 
 
 def open_root(path: Path) -> int:

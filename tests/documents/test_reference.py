@@ -18,7 +18,7 @@ import pytest
 
 import nvflare_lazy
 from nvflare_lazy import aggregation, errors, flare, formats, recipes, scratch
-from nvflare_lazy.aggregation.server_optimizers import ServerOptimizer, to_optimizer
+from nvflare_lazy.aggregation.server_optimizers import _OPTIMIZERS
 from nvflare_lazy.cli.program import program
 from nvflare_lazy.flare.round_log import ContributionRecord, RoundRecord
 from tests.documents.markdown import Block, blocks
@@ -85,9 +85,9 @@ def test_server_optimizers():
     for name, arguments, _ in rows(sections("reference/components.md")["Server optimizers"]):
         described[words(name)[0]] = dict(word.split("=") for word in words(arguments))
     there_are = {}
-    for kind in _leaves(ServerOptimizer):
-        optimizer = to_optimizer(kind.name)
-        there_are[kind.name] = {field.name: repr(getattr(optimizer, field.name)) for field in fields(optimizer)}
+    for name, kind in _OPTIMIZERS.items():
+        optimizer = kind()
+        there_are[name] = {field.name: repr(getattr(optimizer, field.name)) for field in fields(optimizer)}
     assert described == there_are
 
 

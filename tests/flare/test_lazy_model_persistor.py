@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -347,3 +348,24 @@ def test_excluded_variables_are_not_part_of_the_job(start, fl_ctx, tmp_path):
     """They are neither sent nor saved."""
     start(source_ckpt_file_full_name=str(plain_safetensors(tmp_path)), exclude_vars="bias")
     assert list(weights(fl_ctx)) == ["layer.weight"]
+
+
+def test_file_systems_without_hard_links(tmp_path, monkeypatch):
+    """A model is saved under each of its names."""
+    link = os.link
+
+    def refusing(source, *args, **kwargs):
+        if not str(source).startswith("/proc/"):  # nameless files get their name by a link
+            raise PermissionError(errno.EPERM, "no links here")
+        link(source, *args, **kwargs)
+
+    monkeypatch.setattr(os, "link", refusing)
+    store = CheckpointStore(tmp_path, "model.safetensors", "best.safetensors")
+    for number in range(2):
+        written = nvflare_lazy.open(
+            nvflare_lazy.save({"w": torch.full((3,), number)}, store.incoming / "new.safetensors")
+        )
+        store.save(written, number)
+        paths = (store.model_path, store.latest().path)
+        assert [nvflare_lazy.open(path)["w"].tolist() for path in paths] == [[number] * 3] * 2
+        assert len({path.stat().st_ino for path in paths}) == 2

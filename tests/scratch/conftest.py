@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from nvflare_lazy.scratch import JobScratch, ScratchRoot
+from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.scratch._lease import OwnerRecord
+from nvflare_lazy.scratch.root import resolve_root
 from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
 
 SMALL_DISK = 8 << 20
@@ -60,7 +61,7 @@ def leave_behind(root) -> Callable[..., Path]:
     """Maker of what a process that died leaves; arguments change the owner record, by default of a dead process."""
 
     def make(name: str = "0" * 16, **changes) -> Path:
-        directory = ScratchRoot.resolve(root) / f"job-{name}"
+        directory = resolve_root(root) / f"job-{name}"
         (directory / "download").mkdir(parents=True)
         (directory / "download" / "00001.safetensors").write_bytes(bytes(1000))
         record = replace(OwnerRecord.for_this_process("lost"), **({"started": 1} | changes))

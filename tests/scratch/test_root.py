@@ -9,8 +9,8 @@ import stat
 import pytest
 
 from nvflare_lazy.errors import ScratchError, ScratchPermissionError
-from nvflare_lazy.scratch import JobScratch, ScratchRoot, reclaim
-from nvflare_lazy.scratch.root import open_root
+from nvflare_lazy.scratch import JobScratch, reclaim
+from nvflare_lazy.scratch.root import find_root, open_root, resolve_root
 
 SOMEBODY_ELSE = 54321
 
@@ -45,14 +45,14 @@ def mode(path):
 def test_argument_comes_before_environment(tmp_path, monkeypatch):
     """A root in the job's configuration overrides the machine's."""
     monkeypatch.setenv("NVFLARE_LAZY_SCRATCH", str(tmp_path / "environment"))
-    assert ScratchRoot.resolve(tmp_path / "argument") == tmp_path / "argument"
-    assert ScratchRoot.resolve() == tmp_path / "environment"
+    assert resolve_root(tmp_path / "argument") == tmp_path / "argument"
+    assert resolve_root() == tmp_path / "environment"
 
 
 def test_home_directory_is_spelled_out(tmp_path, monkeypatch):
     """A `~` in a configuration is the user's home, not a directory of that name."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert ScratchRoot.resolve("~/scratch") == tmp_path / "scratch"
+    assert resolve_root("~/scratch") == tmp_path / "scratch"
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_default_is_the_cache_or_the_temporary_directory(tmp_path, monkeypatch, 
     for name, value in environment.items():
         monkeypatch.setenv(name, value.format(tmp_path))
     monkeypatch.setattr("sys.platform", "linux")
-    assert ScratchRoot.find() is None
-    root = ScratchRoot.resolve()
+    assert find_root() is None
+    root = resolve_root()
     assert root == tmp_path / expected.format(uid=os.geteuid())
     assert mode(root) == 0o700
-    assert ScratchRoot.find() == root
+    assert find_root() == root
 
 
 def test_home_of_another_user_is_left_alone(tmp_path, monkeypatch, given_to_somebody_else):
@@ -94,7 +94,7 @@ def test_home_of_another_user_is_left_alone(tmp_path, monkeypatch, given_to_some
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     given_to_somebody_else(home)
-    assert ScratchRoot.resolve() == tmp / f"nvflare-lazy-{os.geteuid()}"
+    assert resolve_root() == tmp / f"nvflare-lazy-{os.geteuid()}"
     assert list(home.iterdir()) == []
 
 
@@ -120,18 +120,18 @@ def test_modes_do_not_depend_on_the_umask(tmp_path, umask):
 
 def test_shared_directory_gets_a_part_for_this_user(everybodys):
     """What several users share, such as /tmp, is not used itself."""
-    root = ScratchRoot.resolve(everybodys)
+    root = resolve_root(everybodys)
     assert root == everybodys / f"nvflare-lazy-{os.geteuid()}"
     assert mode(root) == 0o700
-    assert ScratchRoot.resolve(root) == root
-    assert ScratchRoot.find(everybodys) == root
+    assert resolve_root(root) == root
+    assert find_root(everybodys) == root
 
 
 def test_directory_of_a_group_gets_a_part_for_this_user(tmp_path):
     """Members of a group could rename what is in the group's directory, so scratch is one level below."""
     (shared := tmp_path / "shared").mkdir()
     shared.chmod(0o2770)
-    assert ScratchRoot.resolve(shared) == shared / f"nvflare-lazy-{os.geteuid()}"
+    assert resolve_root(shared) == shared / f"nvflare-lazy-{os.geteuid()}"
 
 
 def test_directory_that_anybody_may_change_is_refused(tmp_path):
@@ -139,7 +139,7 @@ def test_directory_that_anybody_may_change_is_refused(tmp_path):
     (open_to_all := tmp_path / "open").mkdir()
     open_to_all.chmod(0o777)
     with pytest.raises(ScratchPermissionError, match=r"world-writable .*mode 0777.*chmod \+t"):
-        ScratchRoot.resolve(open_to_all)
+        resolve_root(open_to_all)
     assert os.listdir(open_to_all) == []
 
 
@@ -147,7 +147,7 @@ def test_directory_below_one_that_anybody_may_change_is_warned_about(tmp_path, c
     """The usual volume of a container is such a directory, and nobody else is there: a directory in it works."""
     (volume := tmp_path / "volume").mkdir()
     volume.chmod(0o777)
-    assert ScratchRoot.resolve(volume / "scratch") == volume / "scratch"
+    assert resolve_root(volume / "scratch") == volume / "scratch"
     assert f"{volume} is world-writable" in caplog.text
 
 
@@ -157,7 +157,7 @@ def test_directory_planted_by_somebody_else_is_refused(everybodys, given_to_some
     planted.mkdir(mode=0o700)
     given_to_somebody_else(planted)
     with pytest.raises(ScratchPermissionError, match="uid"):
-        ScratchRoot.resolve(planted)
+        resolve_root(planted)
 
 
 @pytest.mark.parametrize("below", ["", "scratch"], ids=["the root", "above the root"])
@@ -167,7 +167,7 @@ def test_link_planted_by_somebody_else_is_refused(everybodys, tmp_path, given_to
     (link := everybodys / "link").symlink_to(target)
     given_to_somebody_else(link)
     with pytest.raises(ScratchPermissionError, match="was created by uid"):
-        ScratchRoot.resolve(link / below)
+        resolve_root(link / below)
     assert os.listdir(target) == []
 
 
@@ -176,8 +176,8 @@ def test_own_links_are_followed(tmp_path):
     (tmp_path / "disk" / "deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to("disk/deep")
     (tmp_path / "absolute").symlink_to(tmp_path / "link" / ".." / "other")
-    assert ScratchRoot.resolve(tmp_path / "link") == tmp_path / "disk" / "deep"
-    assert ScratchRoot.resolve(tmp_path / "absolute") == tmp_path / "disk" / "other"
+    assert resolve_root(tmp_path / "link") == tmp_path / "disk" / "deep"
+    assert resolve_root(tmp_path / "absolute") == tmp_path / "disk" / "other"
 
 
 def test_links_in_a_circle_are_refused(tmp_path):
@@ -185,16 +185,16 @@ def test_links_in_a_circle_are_refused(tmp_path):
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
     with pytest.raises(ScratchError, match="too many links"):
-        ScratchRoot.resolve(tmp_path / "a")
+        resolve_root(tmp_path / "a")
 
 
 def test_file_is_no_root(tmp_path):
     """A file in the place of the root, or of a directory above it, is named in the error."""
     (file := tmp_path / "file").touch()
     with pytest.raises(ScratchError, match=f"{file} is not a directory"):
-        ScratchRoot.resolve(file)
+        resolve_root(file)
     with pytest.raises(ScratchError, match="Not a directory"):
-        ScratchRoot.resolve(file / "below")
+        resolve_root(file / "below")
 
 
 def test_relative_root_without_a_working_directory(tmp_path, monkeypatch):
@@ -203,13 +203,13 @@ def test_relative_root_without_a_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(gone)
     gone.rmdir()
     with pytest.raises(ScratchError, match="use an absolute path"):
-        ScratchRoot.resolve("scratch")
-    assert ScratchRoot.resolve(tmp_path / "scratch") == tmp_path / "scratch"
+        resolve_root("scratch")
+    assert resolve_root(tmp_path / "scratch") == tmp_path / "scratch"
 
 
 def test_root_that_was_swapped_is_not_opened(root, given_to_somebody_else):
     """Between choosing the root and using it somebody else's directory may have come in its place."""
-    ScratchRoot.resolve(root)
+    resolve_root(root)
     given_to_somebody_else(root)
     with pytest.raises(ScratchPermissionError, match="replaced"):
         open_root(root)
@@ -217,6 +217,6 @@ def test_root_that_was_swapped_is_not_opened(root, given_to_somebody_else):
 
 def test_nothing_is_found_where_nothing_is(root):
     """Looking for scratch makes none."""
-    assert ScratchRoot.find(root) is None
+    assert find_root(root) is None
     assert reclaim(root) == []
     assert not root.exists()
