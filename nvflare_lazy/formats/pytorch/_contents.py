@@ -57,7 +57,7 @@ class CheckpointTree:
 
     Attributes:
         tensors: Their records by name, in the order of the file.
-        extras: Whatever else is in the checkpoint, as plain Python; what held nothing but tensors is not there.
+        extras: The rest of the checkpoint, as plain Python. Containers of nothing but tensors are omitted.
     """
 
     def __init__(self, path: str, content: object, limit: AllocationLimit) -> None:
@@ -90,7 +90,7 @@ class CheckpointTree:
                 self._add(self._name(prefix, key), part)
             elif children(part) is None:
                 self._check_opaque(part)
-                left = part if type(part) is OpaqueObject else str(part)
+                left = part if type(part) is OpaqueObject else getattr(part, "__name__", str(part))
             else:
                 left = self._take_apart(part, f"{self._name(prefix, key)}.", depth + 1)
             keys.append(key)
@@ -131,14 +131,13 @@ class CheckpointTree:
     def _add(self, name: str, record: TensorRecord) -> None:
         if name in self.tensors:
             raise PyTorchCheckpointError(
-                f"{self._path}: two tensors would both be called {quoted(name)}; "
-                "open the part you need with section=..."
+                f"{self._path}: two tensors would have the name {quoted(name)}; open the part you need with section=..."
             )
         self.tensors[name] = record
 
 
 def select(path: str, content: object, section: str) -> object:
-    """Return the part of a checkpoint that is called `section`.
+    """Return one section of a checkpoint.
 
     Args:
         path: The file, for messages.
@@ -229,7 +228,7 @@ class EntryBuilder:
         """Return the entry of a tensor, the same one for the same record.
 
         Args:
-            name: What the tensor is called, for messages.
+            name: The tensor's name, for messages.
             record: The tensor or storage as it was unpickled.
         """
         if isinstance(record, UnsupportedTensor):

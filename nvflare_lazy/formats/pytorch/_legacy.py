@@ -46,7 +46,7 @@ class LegacyMultiStorageSource(LazyDataSource):
         self._announced: dict[str, StorageRef] = {}
         stream = PickleStream(self.file, 0, self.file.size)
         if self._unpickle(stream) != MAGIC_NUMBER or self._unpickle(stream) != _VERSION:
-            raise PyTorchCheckpointError(f"{self.path} does not begin like a PyTorch checkpoint")
+            raise PyTorchCheckpointError(f"{self.path} does not start like a PyTorch checkpoint")
         # Says, among others, whether the machine was big-endian. The storages never are: those machines turned the
         # bytes around on writing.
         self._unpickle(stream)

@@ -2,7 +2,7 @@
 """Unpickles PyTorch checkpoints with torch's weights-only unpickler, over storages that have a size but no data.
 
 The only module that uses `torch._weights_only_unpickler`, which is private. Tensors come out as *meta tensors*: torch's
-own functions rebuild their geometry, and the address of their storage says which bytes of the file they are. Names that
+own functions rebuild their geometry, and the address of their storage identifies the bytes of the file. Names that
 torch does not allow are never imported: objects of such classes become `OpaqueObject`s, or the file is refused.
 """
 
@@ -51,7 +51,7 @@ class StorageRef(NamedTuple):
 
 
 def storage_dtype(storage_type: object) -> torch.dtype:
-    """Return the element type that the class of a storage stands for, or raise ValueError."""
+    """Return the element type of a class of storages, or raise ValueError."""
     if storage_type is UntypedStorage:
         return torch.uint8
     if type(storage_type) is not torch.serialization.StorageType:
@@ -80,7 +80,7 @@ def storage_ref(storage_type: object, key: object, numel: object, view: object =
     if type(numel) is not int or type(offset) is not int or type(count) is not int:
         raise ValueError("its number of elements is not an integer")
     if min(offset, count) < 0 or offset + count > numel or numel * dtype.itemsize > _MAX_STORAGE_BYTES:
-        raise ValueError(f"its elements {offset} to {offset + count} are not inside of its {numel} elements")
+        raise ValueError(f"elements {offset} to {offset + count} exceed its {numel} elements")
     return StorageRef(key, dtype, offset * dtype.itemsize, count * dtype.itemsize, numel * dtype.itemsize)
 
 
@@ -100,7 +100,7 @@ class MetaStorages:
         return TypedStorage(wrap_storage=made, dtype=ref.dtype, _internal=True)  # type: ignore[no-untyped-call]
 
     def ref(self, value: torch.Tensor | TypedStorage) -> StorageRef | None:
-        """Return the storage of a tensor, or None if it has none in the file."""
+        """Return the storage of a tensor, or None if its storage is not in the file."""
         untyped = value.untyped_storage() if isinstance(value, torch.Tensor) else value._untyped_storage
         return self._refs.get(untyped._cdata)
 
@@ -153,7 +153,7 @@ def unpickle(stream: PickleStream, load_id: Callable[[object], object]) -> objec
         return unpickler.load()  # type: ignore[no-untyped-call]
     except (NVFlareLazyError, MemoryError):
         raise
-    except Exception as error:  # anything at all: torch passes what the file says to its own functions
+    except Exception as error:  # of any kind: torch passes values of the file to its own functions
         raise PyTorchCheckpointError(
             f"{stream.path}: the pickle makes no sense ({str(error)[:200]}): the file is damaged or forged"
         ) from None
@@ -242,12 +242,12 @@ def _names() -> dict[str, Name]:
 
 @cache
 def _calls() -> dict[object, Callable[..., object]]:
-    """Return our functions by what the names are to torch."""
+    """Return the functions below by the values that torch has for their names."""
     functions = {**_FUNCTIONS, **_MAPPINGS, "builtins.set": _set}
     return {_names()[dotted].value: function for dotted, function in functions.items()}
 
 
-# ---- what is done in place of torch's and Python's functions ---------------------------------------------------
+# ---- functions that replace torch's and Python's ---------------------------------------------------------------
 
 
 def _build(target: object, state: object) -> object:
@@ -359,7 +359,7 @@ def _frozen_set(items: object = ()) -> frozenset[object]:
 def _encode(value: object, encoding: object = "latin1") -> bytes:
     # Python writes bytes like this in protocols that have no bytes.
     if type(value) is not str or encoding not in ("latin1", "latin-1"):
-        raise ValueError("the text does not stand for bytes")
+        raise ValueError("the text does not represent bytes")
     return value.encode("latin-1")
 
 

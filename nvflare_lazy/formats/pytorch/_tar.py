@@ -200,7 +200,7 @@ def read_members(file: TensorFile) -> dict[str, TarMember]:
         if isinstance(error, ArchiveError):
             raise
         raise ArchiveError(
-            f"{file.path} begins like a tar archive, but is damaged or cut short ({error}); get it again"
+            f"{file.path} starts like a tar archive, but is damaged or cut short ({error}); get it again"
         ) from None
     return members
 

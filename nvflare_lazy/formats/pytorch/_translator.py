@@ -44,10 +44,10 @@ class Name(NamedTuple):
     """What a global of the pickle means.
 
     Attributes:
-        value: What torch's unpickler makes of the name; a function or object of ours where `is_known` is False.
-        is_known: Whether torch's unpickler knows the name.
-        calls: What a call of it runs; None if it may not be called.
-        makes: What a call returns.
+        value: The value that torch's unpickler has for the name; if it has none, a function or an opaque object.
+        is_known: Whether torch's unpickler has a value for the name.
+        calls: The kind of function that a call runs; None if calls are refused.
+        makes: The kind of object that a call returns.
     """
 
     value: object
@@ -57,7 +57,7 @@ class Name(NamedTuple):
 
 
 class _Made:
-    """What the stack holds in place of an object that is not made yet; `weight` is what copying it takes."""
+    """A placeholder on the stack for an object that is not made yet; `weight` is the cost of copying it."""
 
     __slots__ = ("kind", "name", "weight")
 
@@ -78,8 +78,8 @@ class PickleTranslator:
 
     Args:
         stream: The stream at its beginning; afterwards, at its end.
-        find_name: Returns what a dotted name means, or raises.
-        extend: The function that puts a tuple of items into an object of ours.
+        find_name: Returns the meaning of a dotted name, or raises.
+        extend: The function that puts a tuple of items into a set or an opaque object.
         build: The function that gives an object its state.
         make_frozen_set: The function that makes a frozenset of a tuple.
         load_other_id: The function that takes a persistent id that is not a tuple.
@@ -192,7 +192,7 @@ class PickleTranslator:
             self._push(value, self._refer_to(value), _SCALAR + 4 * len(value))
 
     def _python2_string(self, text: str) -> None:
-        # Python 2 wrote names and raw data alike as these; what is not text can only be data.
+        # Python 2 wrote names and raw data alike as these; data that is not text can only be raw.
         data = text.encode("latin-1")
         try:
             self._scalar(data.decode())
@@ -214,7 +214,7 @@ class PickleTranslator:
         self._pieces.append(pickle.MARK)
 
     def _put(self, index: int) -> None:
-        # Pickles remember much more than they ask for: it is written down only when it is asked for.
+        # Pickles number many more values than they refer to: a value is only stored when something refers to it.
         self._spend(_SLOT)
         remembered = self._top()[0], len(self._pieces) - 1
         if not self._memo:
@@ -355,7 +355,7 @@ class PickleTranslator:
             raise self._malformed(f"a call of {_kind(called)}")
         if type(arguments) is not tuple:
             raise self._malformed("a call without a tuple of arguments")
-        # A function copies its arguments, and what is in tuples among them, at most once, whatever else shares them.
+        # A function copies its arguments, and the items of tuples among them, at most once, even if they are shared.
         weight = sum(map(_weight, arguments))
         weight += sum(sum(map(_weight, part)) for part in arguments if type(part) is tuple)
         self._spend((_CALL if arguments else _EMPTY) + weight)
@@ -454,7 +454,7 @@ _ACTIONS: dict[str, Callable[[PickleTranslator, Any], None]] = {
     "GLOBAL": PickleTranslator._global,
     "STACK_GLOBAL": PickleTranslator._stack_global,
     "REDUCE": PickleTranslator._reduce,
-    # Only the classes that are called here have it, and calling them does the same.
+    # Every class here is made by a call, which does the same.
     "NEWOBJ": PickleTranslator._reduce,
     "BUILD": PickleTranslator._build_object,
     "BINPERSID": PickleTranslator._persistent_id,

@@ -2,7 +2,7 @@
 """`ZipSource`: the storages of a checkpoint that `torch.save` has written since PyTorch 1.6.
 
 The archive holds the pickle (`data.pkl`) and one record for each storage, stored as it was in memory. Records are read
-by offset. Python's `zipfile` is of no use for that: it requires checksums, which torch may leave out, and accepts
+by offset. Python's `zipfile` is of no use for that: it requires checksums, which torch may omit, and accepts
 archives that two readers would understand in two ways.
 """
 
@@ -30,7 +30,7 @@ _PICKLE = "data.pkl"
 _STORAGES = "data/"
 _MAX_VERSION = 10
 _SHORT_RECORD = 64
-# What else comes as a zip archive: a name in it, and what it is then.
+# Other formats that are zip archives: a name in the archive, and the format.
 _OTHER_KINDS = (
     (".npy", "NumPy arrays (.npz): load them with numpy.load"),
     ("archive_format", "a program of torch.export: load it with torch.export.load"),
@@ -80,7 +80,7 @@ class ZipSource(LazyDataSource):
         return self.storages.storage(ref)
 
     def _root(self, records: dict[str, ZipRecord]) -> str:
-        """Return the one directory everything is in, which is called as the file was when it was saved."""
+        """Return the root directory of the archive: the name that the file had when it was saved."""
         roots = {name.partition("/")[0] for name in records if name.partition("/")[2] == _PICKLE}
         if len(roots) == 1:
             return f"{roots.pop()}/"
@@ -110,7 +110,7 @@ class ZipSource(LazyDataSource):
         """Return the byte order of the storages; files from before it was written down are little-endian."""
         order = self._short_record("byteorder") or b"little"
         if order not in (b"little", b"big"):
-            raise ArchiveError(f"{self.path} has byte order {quoted(order)}, which is none; it is damaged")
+            raise ArchiveError(f"{self.path} has byte order {quoted(order)}, which is unknown; the file is damaged")
         return order.decode()
 
     def _short_record(self, name: str) -> bytes:
@@ -136,7 +136,7 @@ _IS_DIRECTORY = 0x10
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """Where the bytes of a record lie in the file, and their checksum; 0 where torch was told to leave it out."""
+    """Offset and size of a record in the file, and its checksum; 0 if torch did not write one."""
 
     offset: int
     nbytes: int
@@ -247,24 +247,24 @@ class _Directory:
         if packed != nbytes or disk not in (0, 0xFFFF):
             raise self._broken(f"{quoted(name)} is stored, but in another number of bytes than it has")
         if nbytes and (name.endswith("/") or attributes & _IS_DIRECTORY):
-            # Torch reads nothing from such a record, and takes whatever was in memory for its contents.
-            raise self._broken(f"the directory {quoted(name)} has contents of its own")
+            # Torch reads nothing from such a record: the tensor has arbitrary contents.
+            raise self._broken(f"the directory {quoted(name)} has contents")
         return _Entry(name, header, nbytes, fields[7])
 
     def _check_name(self, name: str) -> None:
         parts = name.removesuffix("/").split("/")
         if "\\" in name or "\0" in name or not all(part and part not in (".", "..") for part in parts):
-            raise ArchiveError(f"{self._file.path} has a record called {quoted(name)}, which is no name of a record")
+            raise ArchiveError(f"{self._file.path} has a record with the invalid name {quoted(name)}")
 
     def _data_offset(self, entry: _Entry) -> int:
-        """Return where the record's data begins: after a header of its own, whose padding only it knows."""
+        """Return the offset of the record's data, after its header: only the header has the length of its padding."""
         name = entry.name.encode("utf-8", "surrogateescape")
         if entry.header + _LOCAL.size + len(name) > self._start:
-            raise self._broken(f"{quoted(entry.name)} lies outside of it")
+            raise self._broken(f"{quoted(entry.name)} is outside of it")
         header = self._read(entry.header, _LOCAL.size + len(name))
         magic, _, flags, method, *_, name_length, extra_length = _LOCAL.unpack_from(header)
         if magic != MAGIC or flags & _ENCRYPTED or method:
-            raise self._broken(f"the header of {quoted(entry.name)} is not what the directory says")
+            raise self._broken(f"the header of {quoted(entry.name)} does not match the directory")
         if name_length != len(name) or header[_LOCAL.size :] != name:
             raise ArchiveError(
                 f"{self._file.path}: {quoted(entry.name)} has another name in its header; do not use this file"
@@ -291,7 +291,7 @@ class _Directory:
         return bytes(data)
 
     def _broken(self, what: str) -> ArchiveError:
-        return ArchiveError(f"{self._file.path} begins like a zip archive, but {what}; get it again")
+        return ArchiveError(f"{self._file.path} starts like a zip archive, but {what}; get it again")
 
 
 def _zip64_field(extra: bytes) -> bytes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LazyDataSource`: the storages of a PyTorch checkpoint by key, each read when and as far as it is asked for.
+"""`LazyDataSource`: the storages of a PyTorch checkpoint by key, read on demand and in part.
 
 What the three kinds of checkpoint have in common once their container has been understood.
 """
@@ -98,5 +98,5 @@ class LazyDataSource(ABC):
         return self.storage(key).read()
 
     def read_range(self, key: str, offset: int, count: int) -> bytearray:
-        """Return `count` bytes of a storage from `offset` on, as they are in the file."""
+        """Return `count` bytes of a storage, starting at `offset`, as they are in the file."""
         return self.storage(key).read(offset, count)

@@ -7,6 +7,7 @@ import collections
 import io
 import pickle
 import pickletools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.storage import TypedStorage
 
 from nvflare_lazy.errors import PyTorchCheckpointError
 from nvflare_lazy.formats.pytorch import _pickle as unpickler
+from nvflare_lazy.formats.pytorch import open_pytorch
 from nvflare_lazy.formats.pytorch._stream import PickleStream
 from nvflare_lazy.formats.pytorch._translator import _ACTIONS
 from nvflare_lazy.tensors.tensor_file import TensorFile
@@ -294,3 +296,24 @@ def test_calls_that_make_no_sense(path, call):
     """What may be called takes only what torch, Python and NumPy write for it."""
     with pytest.raises(PyTorchCheckpointError):
         unpickle(files.hand_pickle(call), path)
+
+
+def test_threads_do_not_share_anything(tmp_path):
+    """Files that are opened at once, some with classes that torch does not allow, do not allow them to one another."""
+    plain, foreign = tmp_path / "plain.pt", tmp_path / "foreign.pt"
+    torch.save({str(n): torch.full((2,), n) for n in range(50)}, plain)
+    files.write_zip(foreign, files.hand_pickle({str(n): files.Named("other", f"Class{n}")() for n in range(200)}))
+
+    def read(turn: int) -> bool:
+        if turn % 3 == 0:
+            return torch.equal(open_pytorch(plain)["7"].materialize(), torch.full((2,), 7))
+        if turn % 3 == 1:
+            return repr(open_pytorch(foreign).extras["9"]) == "<other.Class9, not loaded>"
+        try:
+            torch.load(foreign, weights_only=True)
+        except pickle.UnpicklingError:
+            return True
+        return False
+
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(read, range(90)))

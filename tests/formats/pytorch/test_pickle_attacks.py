@@ -205,6 +205,17 @@ def doubling_tuple(depth: int) -> bytes:
     return b")q\x00" + b"h\x00\x86q\x00" * depth
 
 
+# A persistent id of a legacy file, without its storage.
+FLOATS = b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\0000X\3\0\0\0cpuK\x04NtQ"
+
+
+def rebuilt(function: bytes, arguments: bytes) -> bytes:
+    """One list of sizes, used by very many tensors."""
+    sizes = b"(" + b"K\x01" * 99_999 + b"tq\x00"
+    shared = sizes + FLOATS + b"q\x01X\x10\0\0\0torch.sparse_cooq\x02"
+    return b"\x80\x02(" + shared + (b"ctorch._utils\n" + function + arguments) * 20_000 + b"t."
+
+
 # Harmless here; Python's own unpickler allocates by these numbers, or a copy of the state would never end.
 MEMOS = {
     "a memo of 4 billion places": lambda: b"\x80\x02Nr\xff\xff\xff\xff.",
@@ -254,6 +265,16 @@ BOMBS = {
     "bytes copied into arrays": lambda: repeated_call("builtins", "bytearray", b"X\0\0\x10\0" + b"x" * MIB, 20_000),
     "text copied into bytes": lambda: repeated_call("_codecs", "encode", b"X\0\0\x10\0" + b"x" * MIB, 20_000),
     "a shape copied into tensors": lambda: repeated_call("torch", "Size", b"(" + b"K\x01" * 99_999 + b"t", 20_000),
+    "sizes copied into tensors": lambda: rebuilt(b"_rebuild_tensor\n", b"(h\x01K\x00h\x00h\x00tR"),
+    "sizes copied into sparse tensors": lambda: rebuilt(b"_rebuild_sparse_tensor\n", b"(h\x02(NNh\x00ttR"),
+    "sizes copied into tensors with attributes": lambda: (
+        b"\x80\x02(" + b"(" + b"K\x01" * 99_999 + b"tq\x00" + FLOATS + b"q\x01ctorch._utils\n_rebuild_tensor\nq\x02"
+        b"ctorch\nFloatTensor\nq\x03"
+        + b"ctorch._tensor\n_rebuild_from_type_v2\n(h\x02h\x03(h\x01K\x00h\x00h\x00tNtR" * 20_000
+        + b"t."
+    ),
+    "items that are put into one object": lambda: b"\x80\x02cother\nThing\n)R" + b"K\x01a" * 200_000 + b".",
+    "a storage again and again": lambda: b"\x80\x02(" + FLOATS + b"q\x01" + FLOATS * 60_000 + b"t.",
     "attributes copied into objects": lambda: (
         b"(}(" + numbered_nones(20_000) + b"uq\x00" + b"cargparse\nNamespace\n)Rh\x00b" * 20_000 + b"t."
     ),
