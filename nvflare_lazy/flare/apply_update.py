@@ -22,7 +22,8 @@ from nvflare_lazy.aggregation.server_optimizers import FedAvgM, ServerOptimizer,
 from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.model_output import ModelOutput
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
-from nvflare_lazy.scratch import DownloadScratch, current_job_scratch
+from nvflare_lazy.scratch import DownloadScratch
+from nvflare_lazy.transport import offload
 
 if TYPE_CHECKING:
     from nvflare.apis.fl_context import FLContext
@@ -113,7 +114,7 @@ class ModelUpdate:
         if persistor is not None:
             return persistor.store.directory / "optimizer"
         if self._scratch is None:
-            self._scratch = current_job_scratch().download("optimizer")
+            self._scratch = offload.runtime.scratch.download("optimizer")
         return self._scratch.path
 
     def _count_states(self) -> None:

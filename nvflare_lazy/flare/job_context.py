@@ -10,7 +10,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.abstract.model import ModelLearnableKey
 from nvflare.app_common.app_constant import AppConstants
 
-from nvflare_lazy.scratch import reset_job_scratch
+from nvflare_lazy.transport import offload
 
 if TYPE_CHECKING:
     from nvflare_lazy.flare.lazy_model_persistor import LazyModelPersistor
@@ -62,4 +62,4 @@ def release_scratch(fl_ctx: FLContext) -> None:
     Job processes end without running exit handlers.
     """
     if offload_of(fl_ctx) is None:
-        reset_job_scratch()
+        offload.runtime.default_scratch.release()

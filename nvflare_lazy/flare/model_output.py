@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy.flare import job_context
-from nvflare_lazy.scratch import DownloadScratch, current_job_scratch
+from nvflare_lazy.scratch import DownloadScratch
 from nvflare_lazy.tensors.tensor_file import TemporaryPath
+from nvflare_lazy.transport import offload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,9 +45,8 @@ class ModelOutput:
         persistor = job_context.persistor_of(fl_ctx)
         if persistor is not None:
             return cls.within(persistor.store.incoming)
-        download = current_job_scratch().download(
-            "aggregate", reserve=sum(int(value.nbytes) for value in like.values())
-        )
+        nbytes = sum(int(value.nbytes) for value in like.values())
+        download = offload.runtime.scratch.download("aggregate", reserve=nbytes)
         return cls(download.path / "model.safetensors", download)
 
     @classmethod

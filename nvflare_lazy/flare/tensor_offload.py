@@ -27,7 +27,7 @@ from nvflare_lazy.flare.malloc_tuning import MallocTrimmer, tune_malloc
 from nvflare_lazy.flare.result_validation import find_failure, model_result
 from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
 from nvflare_lazy.flare.weights import is_lazy, is_weight
-from nvflare_lazy.scratch import JobScratch, swap_job_scratch
+from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.registration import register, registered
 
@@ -78,8 +78,8 @@ class TensorOffload(FLComponent):
             parse_size(scratch_quota)
         self._engine: Any = None
         self._scratch: JobScratch | None = None
-        # Restored when the run ends: `install()` in this process, or another run, may have set them.
-        self._before: tuple[JobScratch | None, offload.ReceiveMode | None] | None = None
+        # Restored when the run ends: `install()` in this process, or another run, may have set it.
+        self._mode_before: offload.ReceiveMode | None = None
         self.round_log: RoundLog | None = None
         self._round: int | None = None
         self._memory: MallocTrimmer | None = None
@@ -120,8 +120,7 @@ class TensorOffload(FLComponent):
         except ScratchError as error:
             self.system_panic(f"cannot create scratch for tensors: {error}", fl_ctx)
             return
-        mode = offload.ReceiveMode(on_disk=True, inflight_bytes=self._inflight_bytes)
-        self._before = swap_job_scratch(self._scratch), offload.runtime.use(mode)
+        self._mode_before = offload.runtime.use(offload.ReceiveMode(self._scratch, self._inflight_bytes))
         self._memory = MallocTrimmer(parse_size(self.memory_budget), forwards_only=forwards_only)
         offload.runtime.on_buffers_released.append(self._memory.trim_excess)
         job_context.set_offload(fl_ctx, self)
@@ -135,15 +134,13 @@ class TensorOffload(FLComponent):
 
     def _end(self) -> None:
         self._end_round()
-        if self._before is not None:
-            (scratch_before, mode_before), self._before = self._before, None
-            swap_job_scratch(scratch_before)
-            offload.runtime.use(mode_before)
-            if self._memory is not None:
-                offload.runtime.on_buffers_released.remove(self._memory.trim_excess)
         scratch, self._scratch = self._scratch, None
-        if scratch is not None:
-            scratch.release()
+        if scratch is None:
+            return
+        offload.runtime.use(self._mode_before)
+        if self._memory is not None:
+            offload.runtime.on_buffers_released.remove(self._memory.trim_excess)
+        scratch.release()
 
     # ---- one result ----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ last of them.
 from __future__ import annotations
 
 from nvflare_lazy.scratch._reclaim import LeaseInfo, list_scratch, reclaim
-from nvflare_lazy.scratch.current import current_job_scratch, reset_job_scratch, swap_job_scratch
 from nvflare_lazy.scratch.download import DownloadScratch
 from nvflare_lazy.scratch.file import ScratchFile
 from nvflare_lazy.scratch.file_systems import RootInfo, inspect_root
@@ -20,10 +19,7 @@ __all__ = [
     "LeaseInfo",
     "RootInfo",
     "ScratchFile",
-    "current_job_scratch",
     "inspect_root",
     "list_scratch",
     "reclaim",
-    "reset_job_scratch",
-    "swap_job_scratch",
 ]

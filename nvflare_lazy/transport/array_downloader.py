@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from nvflare_lazy.scratch import current_job_scratch
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport._backends import NUMPY
@@ -114,7 +113,7 @@ def download_arrays_to_disk(
     )
 
     def download() -> dict[str, LazyArray]:
-        directory = current_job_scratch().download(label=from_fqcn)
+        directory = offload.runtime.scratch.download(label=from_fqcn)
         return cast("dict[str, LazyArray]", receive_to_disk(NUMPY, remote, directory, progress_cb))
 
     return outcome(download)

@@ -233,7 +233,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         remote = RemotePayload(
             offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal
         )
-        scratch = offload.runtime.scratch_for(fobs_ctx)
+        scratch = offload.runtime.mode_for(fobs_ctx).scratch
         if scratch is None:
             return None, receive(MemoryConsumer(self.backend), remote, progress_cb)
         return None, receive_to_disk(self.backend, remote, scratch.download(label=from_fqcn), progress_cb)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one object that the transfers of a process share, and the switch between receiving on disk and in memory.
 
-A job's component sets the mode for the time of the job. NVFlare's own `enable_tensor_disk_offload` decides if nothing
-here was set, on whatever cell NVFlare set it. One process runs one job, in production as in the simulator.
+NVFlare passes no arguments to decomposers, so they find it here. A job's component sets the mode for the time of the
+job. NVFlare's own `enable_tensor_disk_offload` decides if nothing here was set, on whatever cell NVFlare set it. One
+process runs one job, in production as in the simulator.
 """
 
 from __future__ import annotations
@@ -14,28 +15,54 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nvflare.fuel.utils.fobs import FOBSContextKey
 
-from nvflare_lazy.scratch import current_job_scratch, swap_job_scratch
+from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.transport import _nvflare_private
 from nvflare_lazy.transport._flow_control import DEFAULT_BYTES, InflightBudget, WholeTensorThrottle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nvflare_lazy.scratch import JobScratch
+    from nvflare_lazy.scratch import DownloadScratch
     from nvflare_lazy.transport._disk_consumer import DiskConsumer
 
 T = TypeVar("T")
+
+
+class DefaultScratch:
+    """The scratch of a process for which none was configured: opened on first use, and anew after each release."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._job: JobScratch | None = None
+
+    def job(self) -> JobScratch:
+        """Return the scratch, open."""
+        with self._lock:
+            if self._job is None or self._job.released:
+                self._job = JobScratch.open(job=f"process {os.getpid()}")
+            return self._job
+
+    def download(self, label: str | None = None, reserve: int = 0) -> DownloadScratch:
+        """Lease a directory; see `JobScratch.download`."""
+        return self.job().download(label, reserve)
+
+    def release(self) -> None:
+        """Release the scratch, if it is open."""
+        with self._lock:
+            job, self._job = self._job, None
+        if job is not None:
+            job.release()
 
 
 class ReceiveMode(NamedTuple):
     """How this process receives.
 
     Attributes:
-        on_disk: Whether payloads go to the job scratch; in memory otherwise.
+        scratch: Where payloads go; None keeps them in memory.
         inflight_bytes: Bytes of memory that all downloads together may use in flight.
     """
 
-    on_disk: bool
+    scratch: JobScratch | DefaultScratch | None
     inflight_bytes: int
 
 
@@ -43,9 +70,10 @@ class TransferRuntime:
     """Everything that the transfers of a process share.
 
     A forked child keeps the mode and nothing else: transfers, their limits and their threads belong to the parent. Its
-    payloads go to a scratch of its own.
+    payloads go to its own default scratch.
 
     Attributes:
+        default_scratch: The scratch that is used if none was configured.
         budget: Limits the segments in flight.
         throttle: Limits the whole tensors in flight.
         downloads: The downloads to disk in progress.
@@ -54,6 +82,7 @@ class TransferRuntime:
         on_buffers_released: Called each time a whole tensor has left the memory of this process.
     """
 
+    default_scratch: DefaultScratch
     budget: InflightBudget
     throttle: WholeTensorThrottle
     downloads: ActiveDownloads
@@ -68,6 +97,9 @@ class TransferRuntime:
     def start_over(self) -> None:
         """Forget all transfers; for a forked child."""
         self._lock = threading.Lock()
+        self.default_scratch = DefaultScratch()
+        if self._mode is not None and self._mode.scratch is not None:
+            self._mode = self._mode._replace(scratch=self.default_scratch)
         self.on_buffers_released = []
         self.budget = InflightBudget(DEFAULT_BYTES if self._mode is None else self._mode.inflight_bytes)
         self.throttle = WholeTensorThrottle(self.budget, self.on_buffers_released)
@@ -95,19 +127,27 @@ class TransferRuntime:
             made: T = self._shared[kind]
             return made
 
-    def scratch_for(self, fobs_ctx: dict[str, Any] | None) -> JobScratch | None:
-        """Return the scratch that a payload goes to, or None if it stays in memory.
+    def mode_for(self, fobs_ctx: dict[str, Any] | None) -> ReceiveMode:
+        """Return how to receive a payload.
 
         Args:
             fobs_ctx: NVFlare's context of the message that is being decoded.
         """
+        if self._mode is not None:
+            return self._mode
+        on_disk = (fobs_ctx or {}).get(FOBSContextKey.TENSOR_DISK_OFFLOAD) or _nvflare_private.offload_flag_in_process()
+        return ReceiveMode(self.default_scratch if on_disk else None, DEFAULT_BYTES)
+
+    @property
+    def scratch(self) -> JobScratch | DefaultScratch:
+        """Where a job's own files go: the scratch of the mode, else the default one."""
         mode = self._mode
-        if mode is not None:
-            on_disk = mode.on_disk
-        else:
-            on_disk = bool((fobs_ctx or {}).get(FOBSContextKey.TENSOR_DISK_OFFLOAD))
-            on_disk = on_disk or _nvflare_private.offload_flag_in_process()
-        return current_job_scratch() if on_disk else None
+        return self.default_scratch if mode is None or mode.scratch is None else mode.scratch
+
+    def release_scratch(self) -> None:
+        """Release the scratch of this process, because it ends."""
+        self.scratch.release()
+        self.default_scratch.release()
 
 
 class ActiveDownloads:
@@ -141,17 +181,16 @@ def enable(scratch: JobScratch | None = None, *, inflight_bytes: int | None = No
     """Write everything that this process receives to disk, tensors and arrays.
 
     Args:
-        scratch: The job scratch to write to. Default: the current one, or else one with default settings.
+        scratch: The job scratch to write to. Default: unchanged, or else one with default settings.
         inflight_bytes: Bytes of memory that all downloads together may use in flight. Default: unchanged.
     """
-    if scratch is not None:
-        swap_job_scratch(scratch)
-    runtime.use(ReceiveMode(True, runtime.budget.limit if inflight_bytes is None else inflight_bytes))
+    limit = runtime.budget.limit if inflight_bytes is None else inflight_bytes
+    runtime.use(ReceiveMode(scratch or runtime.scratch, limit))
 
 
 def disable() -> None:
     """Keep everything that this process receives in memory, whatever NVFlare's flag says."""
-    runtime.use(ReceiveMode(False, runtime.budget.limit))
+    runtime.use(ReceiveMode(None, runtime.budget.limit))
 
 
 def reset() -> None:

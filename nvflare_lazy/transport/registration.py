@@ -17,7 +17,6 @@ from nvflare.fuel.f3.mpm import MainProcessMonitor
 from nvflare.fuel.utils import fobs
 from nvflare.fuel.utils.class_loader import get_class_name
 
-from nvflare_lazy.scratch import reset_job_scratch
 from nvflare_lazy.transport import _nvflare_private, offload
 from nvflare_lazy.transport.decomposers import LazyArrayDecomposer, LazyTensorDecomposer
 from nvflare_lazy.transport.via_downloader import LazyDownloadRefDecomposer
@@ -139,5 +138,5 @@ def install() -> Registration:
     offload.enable()
     # Job processes of NVFlare end without what Python does at exit. NVFlare refuses a function that it has already.
     with contextlib.suppress(RuntimeError):
-        MainProcessMonitor.add_cleanup_cb(reset_job_scratch)
+        MainProcessMonitor.add_cleanup_cb(offload.runtime.release_scratch)
     return registration

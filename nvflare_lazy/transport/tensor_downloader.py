@@ -10,7 +10,6 @@ import tempfile
 from typing import TYPE_CHECKING, Any, cast
 
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
-from nvflare_lazy.scratch import current_job_scratch
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport._backends import TORCH
 from nvflare_lazy.transport._disk_consumer import DiskConsumer, cleanup_active_disk_tensor_downloads, receive_to_disk
@@ -146,7 +145,7 @@ def download_tensors_to_disk(
 
     def download() -> LazyTensorDict:
         if root_dir is None:
-            place: Any = current_job_scratch().download(label=from_fqcn)
+            place: Any = offload.runtime.scratch.download(label=from_fqcn)
         else:
             place = tempfile.mkdtemp(prefix="nvflare_lazy_", dir=root_dir)
         return cast("LazyTensorDict", receive_to_disk(TORCH, remote, place, progress_cb))

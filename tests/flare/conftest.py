@@ -19,7 +19,8 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare_lazy import save
 from nvflare_lazy.flare import LazyModelPersistor
 from nvflare_lazy.formats import open_safetensors
-from nvflare_lazy.scratch import JobScratch, reset_job_scratch, swap_job_scratch
+from nvflare_lazy.scratch import JobScratch
+from nvflare_lazy.transport import offload
 
 
 class Engine:
@@ -62,9 +63,10 @@ def fl_ctx(tmp_path, engine) -> FLContext:
 def scratch(tmp_path) -> Iterator[JobScratch]:
     """The scratch of this process."""
     job = JobScratch.open(tmp_path / "scratch", job="test", min_free=0, warn=False)
-    swap_job_scratch(job)
+    before = offload.runtime.use(offload.ReceiveMode(job, 32 << 20))
     yield job
-    reset_job_scratch()
+    offload.runtime.use(before)
+    job.release()
 
 
 @pytest.fixture

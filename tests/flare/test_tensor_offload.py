@@ -21,7 +21,6 @@ from nvflare.private.fed.client.client_runner import TaskRouter
 
 import nvflare_lazy
 from nvflare_lazy.flare import TensorOffload, job_context, tensor_offload
-from nvflare_lazy.scratch import current_job_scratch, reset_job_scratch
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.registration import registered
 from tests.flare.conftest import give
@@ -39,25 +38,25 @@ def test_a_run_has_scratch_of_its_own_from_beginning_to_end(fl_ctx, tmp_path):
     fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-7")
     component = TensorOffload(str(tmp_path / "root"), scratch_quota="3MiB", memory_budget="64MiB")
     component.handle_event(EventType.START_RUN, fl_ctx)
-    scratch = current_job_scratch()
+    scratch = offload.runtime.scratch
     assert scratch.path.parent == tmp_path / "root"
     assert scratch._quota.limit == 3 << 20
     assert offload.runtime.budget.limit == 16 << 20
-    assert offload.runtime.scratch_for(None) is scratch
+    assert offload.runtime.mode_for(None).scratch is scratch
     assert job_context.offload_of(fl_ctx) is component
     assert registered().complete
     component.handle_event(EventType.END_RUN, fl_ctx)
     assert not scratch.path.exists()
-    assert offload.runtime.scratch_for(None) is None
+    assert offload.runtime.mode_for(None).scratch is None
 
 
 def test_a_script_in_the_same_process_changes_nothing(fl_ctx, tmp_path):
     """`install()` in a training script leaves the scratch, and what may be under way, as the component has them."""
     component = TensorOffload(str(tmp_path / "root"), memory_budget="64MiB")
     component.handle_event(EventType.START_RUN, fl_ctx)
-    scratch = current_job_scratch()
+    scratch = offload.runtime.scratch
     assert nvflare_lazy.install().complete
-    assert offload.runtime.scratch_for(None) is scratch
+    assert offload.runtime.mode_for(None).scratch is scratch
     assert offload.runtime.budget.limit == 16 << 20
     component.handle_event(EventType.END_RUN, fl_ctx)
     assert not scratch.path.exists()
@@ -65,20 +64,19 @@ def test_a_script_in_the_same_process_changes_nothing(fl_ctx, tmp_path):
 
 def run(component, event, fl_ctx):
     component.handle_event(event, fl_ctx)
-    return offload.runtime.scratch_for(None), offload.runtime.budget.limit
+    return offload.runtime.mode_for(None).scratch, offload.runtime.budget.limit
 
 
 def test_install_survives_a_job(fl_ctx, tmp_path, monkeypatch):
     """After `install()` and a job in the same process, tensors still go to disk, within the limit from before."""
     monkeypatch.setenv("NVFLARE_LAZY_SCRATCH", str(tmp_path / "process"))
     nvflare_lazy.install()
-    limit, scratch = offload.runtime.budget.limit, current_job_scratch()
+    limit, scratch = offload.runtime.budget.limit, offload.runtime.scratch
     component = TensorOffload(str(tmp_path / "job"), memory_budget="1GiB")
     during, _ = run(component, EventType.START_RUN, fl_ctx)
     assert during is not scratch
     assert offload.runtime.budget.limit == 256 << 20
     assert run(component, EventType.END_RUN, fl_ctx) == (scratch, limit)
-    reset_job_scratch()
 
 
 def test_jobs_restore_what_they_found(fl_ctx, tmp_path):

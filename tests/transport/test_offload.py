@@ -1,23 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The object that a process's transfers share: its mode, and what a forked child gets of it."""
+"""The object that a process's transfers share: its mode, its default scratch, and what a forked child gets of it."""
 
 from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nvflare_lazy.scratch import JobScratch, current_job_scratch, reset_job_scratch, swap_job_scratch
+from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.offload import ReceiveMode, TransferRuntime
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """Where the environment says that scratch is."""
+    monkeypatch.setenv("NVFLARE_LAZY_SCRATCH", str(tmp_path / "scratch"))
+    return tmp_path / "scratch"
+
+
+def test_default_scratch_is_opened_once_when_first_needed(root):
+    """However many threads ask first, one directory is made; it is gone after a release, and the next use starts over.
+
+    So a job that ended does not keep the process from receiving.
+    """
+    scratch = TransferRuntime().scratch
+    assert not root.exists()
+    with ThreadPoolExecutor(8) as pool:
+        (job,) = set(pool.map(lambda _: scratch.job(), range(64)))
+    assert job.root == root
+    assert scratch.download("x").path.parent == job.path
+    job.release()
+    assert scratch.job() is not job
+    scratch.release()
+    assert [path for path in root.iterdir() if not path.name.startswith(".")] == []
+    scratch.release()
+
+
+def test_configured_scratch(root):
+    """A configured scratch is also where a job's own files go; the end of the process releases it."""
+    runtime = TransferRuntime()
+    with JobScratch.open(root, job="configured", quota=5, min_free=0) as job:
+        runtime.use(ReceiveMode(job, 1 << 20))
+        assert runtime.scratch is job
+        assert runtime.mode_for(None).scratch is job
+        runtime.use(ReceiveMode(None, 1 << 20))
+        assert runtime.scratch is runtime.default_scratch
+        runtime.use(ReceiveMode(job, 1 << 20))
+        runtime.release_scratch()
+        assert job.released
 
 
 def test_modes_nest():
     """`use()` returns the mode before, with its limit; None is NVFlare's flag and the default limit."""
     runtime = TransferRuntime()
     default = runtime.budget.limit
-    outer, inner = ReceiveMode(True, 5 << 20), ReceiveMode(False, 7 << 20)
+    outer, inner = ReceiveMode(runtime.default_scratch, 5 << 20), ReceiveMode(None, 7 << 20)
     assert runtime.use(outer) is None
     assert runtime.use(inner) is outer
     assert runtime.budget.limit == 7 << 20
@@ -25,7 +65,7 @@ def test_modes_nest():
     assert runtime.budget.limit == 5 << 20
     assert runtime.use(None) is outer
     assert runtime.budget.limit == default
-    assert runtime.scratch_for(None) is None
+    assert runtime.mode_for(None).scratch is None
 
 
 def test_switches_keep_the_limit():
@@ -41,44 +81,44 @@ def test_switches_keep_the_limit():
         offload.runtime.use(before)
 
 
-def test_forked_child(tmp_path, monkeypatch):
+def test_forked_child(root):
     """A child receives as its parent does, into its own scratch, and inherits no transfers and no locks."""
-    monkeypatch.setenv("NVFLARE_LAZY_SCRATCH", str(tmp_path))
     runtime = offload.runtime
-    job_before = swap_job_scratch(JobScratch.open(tmp_path, job="parent", warn=False))
-    before = runtime.use(ReceiveMode(True, 4 << 20))
+    parent_scratch = JobScratch.open(root, job="parent", warn=False)
+    before = runtime.use(ReceiveMode(parent_scratch, 4 << 20))
     taken = runtime.budget.acquire(4 << 20, holding=0)
     slot = runtime.throttle.acquire(4 << 20)
     runtime.senders_with_package.add("site-1")
     runtime.on_buffers_released.append(lambda: os._exit(7))
     try:
-        parent_scratch = runtime.scratch_for(None)
-        with runtime.budget._changed, runtime.throttle._changed:  # as if other threads were in the middle of it
+        # As if other threads were in the middle of it.
+        with runtime.budget._changed, runtime.throttle._changed, runtime.default_scratch._lock:
             pid = os.fork()
             if pid == 0:
                 threading.Timer(20, os._exit, (8,)).start()
                 ok = (
-                    runtime.scratch_for(None) is not parent_scratch
+                    runtime.mode_for(None).scratch is runtime.scratch is runtime.default_scratch
+                    and runtime.scratch.job().job == f"process {os.getpid()}"
                     and (runtime.budget.limit, runtime.budget.used) == (4 << 20, 0)
                     and runtime.budget.acquire(4 << 20, holding=0)
                     and runtime.throttle.acquire_if_free(4 << 20) is not None
                     and not runtime.senders_with_package
                     and not runtime.downloads.active()
                 )
-                reset_job_scratch()
+                runtime.release_scratch()
                 os._exit(0 if ok else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert taken
         assert (runtime.budget.used, runtime.throttle.used) == (4 << 20, 4 << 20)
-        assert current_job_scratch() is parent_scratch
+        assert runtime.scratch is parent_scratch
+        assert not parent_scratch.released
     finally:
         runtime.on_buffers_released.clear()
         runtime.senders_with_package.clear()
         runtime.budget.release(4 << 20)
         runtime.throttle.release(slot)
         runtime.use(before)
-        reset_job_scratch()
-        swap_job_scratch(job_before)
+        parent_scratch.release()
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -119,14 +119,14 @@ def test_flag_on_another_cell(tmp_path):
         url = f"tcp://127.0.0.1:{free_port()}"
         cells = [Cell(name, url, False, {}, create_internal_listener=False) for name in ("server", "server.job")]
         where = cells[1].get_fobs_context
-        assert offload.runtime.scratch_for(where()) is None
+        assert offload.runtime.mode_for(where()).scratch is None
         cells[0].update_fobs_context({FOBSContextKey.TENSOR_DISK_OFFLOAD: True})
-        assert offload.runtime.scratch_for(where()) is not None
+        assert offload.runtime.mode_for(where()).scratch is not None
         offload.disable()
-        assert offload.runtime.scratch_for(where()) is None
+        assert offload.runtime.mode_for(where()).scratch is None
         offload.enable()
         cells[0].update_fobs_context({FOBSContextKey.TENSOR_DISK_OFFLOAD: False})
-        assert offload.runtime.scratch_for(where()) is not None
+        assert offload.runtime.mode_for(where()).scratch is not None
         os._exit(0)
     """
     run(code, NVFLARE_LAZY_SCRATCH=tmp_path)
@@ -207,7 +207,7 @@ def test_a_site_says_it_for_all_of_its_jobs(tmp_path, place):
         from nvflare_lazy.transport import offload
         from nvflare_lazy.transport.registration import registered
         assert registered().complete, registered()
-        assert str(offload.runtime.scratch_for(None).root) == os.environ["NVFLARE_LAZY_SCRATCH"]
+        assert str(offload.runtime.mode_for(None).scratch.job().root) == os.environ["NVFLARE_LAZY_SCRATCH"]
     """
     (tmp_path / "removed").mkdir()
     where = {"SITE": tmp_path, "NVFLARE_LAZY_SCRATCH": tmp_path / "scratch", "REMOVED": tmp_path / "removed"}
