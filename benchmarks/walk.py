@@ -3,6 +3,7 @@
 
     python -m benchmarks.walk
     python -m benchmarks.walk --modules    # also names the modules
+    python -m benchmarks.walk --functions  # and their functions, with the number of calls
 
 A profile hook is installed when the traced process starts, so that it sees every thread. A tensor of 9 KiB goes from
 one cell to another over TCP and is received to disk. A round is the second of three in NVFlare's simulator, with two
@@ -28,7 +29,7 @@ PACKAGE = "nvflare_lazy"
 _ROOT = Path(__file__).parents[1]
 _OUTPUT = "NVFLARE_LAZY_WALK_OUTPUT"
 # The only reader of safetensors headers.
-_HEADER_READER = (f"{PACKAGE}.formats.safetensors.header", "decode")
+_HEADER_READER = (f"{PACKAGE}.formats.safetensors.header", "parse_header")
 
 
 class CallRecorder:
@@ -62,8 +63,11 @@ class CallRecorder:
         """Write the counts to the file that the tracing process named."""
         named_tuples = {module.removeprefix("namedtuple_") for module, _ in self._calls if "namedtuple_" in module}
         calls = {key: count for key, count in self._calls.items() if key[0].startswith(PACKAGE)}
+        modules: dict[str, dict[str, int]] = {}
+        for (module, function), count in sorted(calls.items()):
+            modules.setdefault(module, {})[function] = count
         counted = {
-            "modules": sorted({module for module, _ in calls}),
+            "modules": modules,
             "functions": len(calls),
             "calls": sum(calls.values()),
             "crossings": self._crossings,
@@ -189,6 +193,7 @@ def main() -> None:
     """Trace and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modules", action="store_true", help="also name the modules")
+    parser.add_argument("--functions", action="store_true", help="also name the modules and their functions")
     options = parser.parse_args()
     walks = {
         "one received tensor, both ends have the package": trace_receive(sender_has_package=True),
@@ -205,11 +210,13 @@ def main() -> None:
     forms = sorted(set(descriptions()) & set(last["created"]))
     print(f"\nforms of a tensor's description in that round: {len(forms)} ({', '.join(forms)})")
     print(f"safetensors headers parsed in that round: {last['header_parses']}")
-    if options.modules:
+    if options.modules or options.functions:
         for name, walk in walks.items():
             print(f"\n{name}:")
-            for module in walk["modules"]:
+            for module, functions in walk["modules"].items():
                 print(f"  {module}")
+                for function, count in functions.items() if options.functions else ():
+                    print(f"    {count:4} {function}")
 
 
 if __name__ == "__main__":
