@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many models become one, tile by tile: the engine, the rules the field knows, and the optimizers of a server.
+"""Aggregation of many models into one, tile by tile: rules, the engine behind them, and server optimizers.
 
-The third step of the walk of a round: contributions lie on disk, and so does what comes out. Needs nothing of NVFlare.
+The inputs are on disk, and so is the result. Nothing here depends on NVFlare.
 """
 
 from nvflare_lazy.aggregation._engine.tile_pool import Progress

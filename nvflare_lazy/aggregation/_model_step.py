@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of a server optimizer, tile by tile: model, update and state are read, the next model and state written.
+"""One step of a server optimizer, tile by tile: reads model, update and state, writes the next model and state.
 
-The same machinery as aggregation, with two to four readers of different types in the place of contributors.
+Uses the engine of aggregation, with two to four inputs of different types instead of contributions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Run:
-    """Tensors that are computed in the same way, as long vectors."""
+    """Tensors that are computed in the same way, as one long vector each for model, update and state."""
 
     model: InputVector
     update: InputVector
@@ -54,13 +54,13 @@ class _Run:
 
 
 class OptimizerStep:
-    """A step.
+    """A step of a server optimizer.
 
     Args:
-        optimizer: Who says where to.
+        optimizer: Computes the direction of the step.
         model: The global model.
         update: The aggregate of the round.
-        params_type: "FULL" if the update is a model, "DIFF" if it is the difference from one.
+        params_type: "FULL" if the update is a model, "DIFF" if it is a difference from the global model.
     """
 
     def __init__(
@@ -131,14 +131,14 @@ class OptimizerStep:
 
     def _check(self, name: str, update: TensorEntry, model: TensorEntry | None) -> None:
         if model is None:
-            raise MismatchError(f"the update has a tensor {name!r} that the model does not have: exclude it")
+            raise MismatchError(f"the update has a tensor {name!r} that the model does not have; exclude it")
         if update.shape != model.shape or update.dtype.is_complex != model.dtype.is_complex:
             raise MismatchError(
-                f"{name!r} has shape {list(update.shape)} ({update.dtype}) in the update, and {list(model.shape)} "
-                f"({model.dtype}) in the model: send it in that shape, or exclude it"
+                f"mismatch for {name!r}: the model has shape {list(model.shape)} ({model.dtype}), the update "
+                f"{list(update.shape)} ({update.dtype}); fix the update or exclude the tensor"
             )
         if self._is_difference and torch.uint64 in (update.dtype, model.dtype):
-            raise AggregationDtypeError(f"{name!r} is torch.uint64, to which torch can add no difference: exclude it")
+            raise AggregationDtypeError(f"{name!r} is torch.uint64, to which torch cannot add differences; exclude it")
 
     def _state_names(self) -> set[str]:
         return {f"{slot}/{name}" for name in self._optimized() for slot in self._optimizer.slots}
@@ -185,7 +185,7 @@ class OptimizerStep:
         self, runs: Sequence[_Run], after: ModelFingerprint, budget: int, threads: int | None, monitor: PassMonitor
     ) -> None:
         slots = len(self._initial)
-        # Three buffers to read and write with, and float64 for the rest.
+        # Three buffers for reading and writing, and float64 for everything else.
         plan = plan_memory(budget, 3 * 8 + (3 + slots) * 8 + ROUNDING_BYTES, threads=threads)
 
         def work(task: tuple[_Run, int], arena: Arena) -> None:
@@ -226,7 +226,7 @@ class OptimizerStep:
             output.write(start, buffer)
 
     def _replace(self, run: _Run, start: int, out: torch.Tensor, arena: Arena) -> None:
-        """Counters and masks: what the update says, in whole numbers and within their range."""
+        """Write counters and masks: the values of the update, rounded to integers and clamped to their range."""
         if run.update.dtype == run.model.dtype and not self._is_difference:
             mark = arena.mark()
             values, buffer = arena.take_buffer(run.update.dtype, out.numel())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the state of a server optimizer is between steps, and how the one that belongs to a model is found again.
+"""The states of a server optimizer on disk, each found by the content of the global model that it belongs to.
 
-Beside the global model on the disk. A model may be copied, renamed or stored by somebody else, so a state goes by what
-is in its model. First the new state is on the disk, then a note of which model it belongs to, then that model: a server
-killed at any moment finds a model with its state.
+A model may be copied, renamed or stored by other code, so its path says nothing. The new state is written first, then
+the index that says which model it belongs to, then that model: a server killed at any moment finds a model with its
+state.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MIN_SAMPLE = 64
 
 
 class ModelFingerprint:
-    """Tells models apart by names, types, shapes and the first and last bytes of each tensor; a small one by all bytes.
+    """A hash of a model: names, dtypes, shapes, and the first and last bytes of each tensor, or all bytes if few.
 
     Args:
-        specs: Types and shapes of its tensors.
+        specs: Dtypes and shapes of its tensors.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
@@ -50,19 +50,19 @@ class ModelFingerprint:
             self._samples[name] = [(begin, bytearray(end - begin)) for begin, end in ranges]
 
     def add(self, name: str, offset: int, data: memoryview) -> None:
-        """Take what is needed of some bytes of a tensor; each byte has to come once."""
+        """Add bytes of a tensor that are being written; every byte must be passed exactly once."""
         for begin, sample in self._samples[name]:
             first, last = max(begin, offset), min(begin + len(sample), offset + len(data))
             if first < last:
                 sample[first - begin : last - begin] = data[first - offset : last - offset]
 
     def read(self, name: str, entry: TensorEntry) -> None:
-        """Read what is needed of a tensor."""
+        """Add a tensor: its sampled bytes are read."""
         for begin, sample in self._samples[name]:
             entry.rows().read_into(sample, begin)
 
     def digest(self) -> str:
-        """Return the fingerprint, once all tensors have been noted or read."""
+        """Return the fingerprint, after all tensors have been added."""
         content = hashlib.blake2b(digest_size=16)
         for name in sorted(self._specs):
             dtype, shape = self._specs[name]
@@ -74,7 +74,7 @@ class ModelFingerprint:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A state and the model it belongs to; a model that no step has been made from yet has no file."""
+    """A state and the model it belongs to; the model before the first step has no file."""
 
     step: int
     model: str
@@ -82,21 +82,21 @@ class _Entry:
 
 
 class OptimizerStates:
-    """The states of one optimizer for one global model, as it moves on.
+    """The states of one optimizer for successive versions of one global model.
 
     Args:
-        directory: Where they are; made if it is not there.
+        directory: The directory of the states; created if it does not exist.
         optimizer: Name of the optimizer.
-        slots: What it remembers of each element.
-        keep_states: How many states are kept; at least two, since the last but one is needed until the model is on
-            the disk.
+        slots: Names of the values that the optimizer keeps for each element.
+        keep_states: Number of states to keep; at least 2, because the previous state is needed until the new model is
+            on disk.
     """
 
     def __init__(
         self, directory: str | os.PathLike[str], optimizer: str, slots: Collection[str], keep_states: int = 2
     ) -> None:
         if keep_states < 2:
-            raise ValueError(f"at least the last 2 states have to be kept, not {keep_states}")
+            raise ValueError(f"keep_states must be at least 2, not {keep_states}")
         self.directory = os.fspath(directory)
         self._optimizer = optimizer
         self._slots = sorted(slots)
@@ -107,23 +107,23 @@ class OptimizerStates:
 
     @property
     def step(self) -> int:
-        """How many steps led to the model that was found."""
+        """Number of steps that led to the model that was found."""
         assert self._current is not None
         return self._current.step
 
     def find(self, model: str, *, restart: bool) -> LazyTensorDict | None:
-        """Return the state that belongs to a model, or None if it is the first one.
+        """Return the state that belongs to a model, or None for the first model.
 
         Args:
             model: Its fingerprint.
-            restart: Begin anew if none of the states belongs to it.
+            restart: Start over if no state belongs to the model.
         """
         found = [entry for entry in self._entries if entry.model == model]
         if not found and self._entries and not restart:
             raise OptimizerStateError(
-                f"none of the states in {self.directory} belongs to this model: they are of steps "
-                f"{', '.join(str(entry.step) for entry in self._entries)}. Give the model of one of these steps, "
-                "or start with a new state: on_unknown_model='restart'"
+                f"none of the states in {self.directory} belongs to this model; they belong to the models of steps "
+                f"{', '.join(str(entry.step) for entry in self._entries)}. Pass the model of one of these steps, "
+                "or set on_unknown_model='restart' to start with a new state"
             )
         self._current = found[-1] if found else _Entry(0, model, None)
         if self._current.file is None:
@@ -131,16 +131,17 @@ class OptimizerStates:
         path = os.path.join(self.directory, self._current.file)
         if not os.path.exists(path):
             raise OptimizerStateError(
-                f"{path} is gone, the state of step {self.step}: put it back, or remove {self.directory} to begin anew"
+                f"the state of step {self.step} is missing: {path}; restore it, or remove {self.directory} to start "
+                "over"
             )
         return open_checkpoint(path)
 
     def new_file(self) -> str:
-        """Return where to write the state of the next step."""
+        """Return the path for the state of the next step."""
         return os.path.join(self.directory, f"{_PREFIX}{self.step + 1:06d}-{secrets.token_hex(4)}.safetensors")
 
     def record(self, path: str, model: str) -> None:
-        """Note that a state has been written, before the model it belongs to appears."""
+        """Record in the index that a state has been written, before the model it belongs to is published."""
         assert self._current is not None
         older = [entry for entry in self._entries if entry.step < self.step]
         kept = [*older, self._current, _Entry(self.step + 1, model, os.path.basename(path))][-self._keep_states :]
@@ -153,7 +154,7 @@ class OptimizerStates:
         self._entries = kept
 
     def prune(self) -> None:
-        """Remove the states that belong to no model that counts."""
+        """Remove the files of states that are not in the index."""
         known = {entry.file for entry in self._entries}
         for name in os.listdir(self.directory):
             if name.startswith(_PREFIX) and name not in known:
@@ -169,11 +170,11 @@ class OptimizerStates:
             return []
         except (ValueError, KeyError, TypeError) as error:
             raise OptimizerStateError(
-                f"{path} is damaged ({error}): remove {self.directory} to begin with a new state"
+                f"{path} is damaged ({error}); remove {self.directory} to start with a new state"
             ) from None
         if (index.get("optimizer"), index.get("slots")) != (self._optimizer, self._slots):
             raise OptimizerStateError(
-                f"the states in {self.directory} are of {index.get('optimizer')!r}, not of {self._optimizer!r}: give "
-                "each optimizer a directory of its own"
+                f"the states in {self.directory} are of {index.get('optimizer')!r}, not of {self._optimizer!r}; use a "
+                "separate directory for each optimizer"
             )
         return states

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One round being aggregated: attempts with fewer and fewer contributors, until one of them succeeds.
+"""The aggregation of one round: repeated without each contribution that fails, until an attempt succeeds.
 
-Behind `Aggregation.run`. Whoever cannot be read, or sends what it must not, is found out in the middle of a pass; then
-the half-written result goes away and the pass begins again without that contribution.
+Used by `Aggregation.run`. A contribution that cannot be read, or has forbidden values, is detected in the middle of a
+pass; the unfinished output is then removed, and the round starts over without that contribution.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AggregationResult:
-    """What comes out of a round.
+    """The result of a round.
 
     Attributes:
         tensors: The new model, opened from the file.
-        report: Who took part, who did not and why.
+        report: The contributions that were used, those that were skipped and why.
     """
 
     tensors: LazyTensorDict
@@ -66,16 +66,16 @@ class AggregationResult:
 
 
 class RoundExecution:
-    """A round with those who still take part in it.
+    """A round and the contributions that have not been skipped so far.
 
     Args:
-        config: How rounds are aggregated.
-        rule: Its rule.
+        config: The configuration of the aggregation.
+        rule: The rule.
         contributions: For each contributor, tensors or arrays by name.
         weights: Weights by contributor.
         reference: The global model.
-        monitor: Told about progress, and asked whether to go on.
-        on_contribution_done: Called with the name of each contributor once it is not read any more.
+        monitor: Receives progress, and raises if the caller cancels.
+        on_contribution_done: Called with the name of each contributor when its contribution is no longer read.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class RoundExecution:
         for group in groups:
             if rule.uses_order and group.dtype.is_complex:
                 raise AggregationDtypeError(
-                    f"{group.names[0]!r} is {group.dtype}: complex numbers have no order to go by for "
-                    f"{rule.describe()['name']!r}; exclude the tensor, or use a mean"
+                    f"{group.names[0]!r} is {group.dtype}, but {rule.describe()['name']!r} orders elements and complex "
+                    "numbers have no order; exclude the tensor or use a mean"
                 )
             reduction.check(group)
         shares = reduction.shares(tuple(range(len(schema.names))))
@@ -195,7 +195,7 @@ class RoundExecution:
 
     def _resolve(self) -> RoundSchema:
         if not self._entries:
-            raise NothingToAggregateError("there is no contribution" + reasons(self._skipped))
+            raise NothingToAggregateError("no contributions to aggregate" + reasons(self._skipped))
         schema = resolve_schema(
             self._entries,
             self._weights,
@@ -208,12 +208,12 @@ class RoundExecution:
         count, needed = len(schema.names), max(self._rule.min_contributors, self._config.min_contributors)
         if count < needed:
             raise TooFewContributorsError(
-                f"{self._rule!r} with {count} contributors: at least {needed} are needed" + reasons(self._skipped)
+                f"{self._rule!r} requires at least {needed} contributors, got {count}" + reasons(self._skipped)
             )
         return schema
 
     def _list(self, name: str, tensors: Mapping[str, Any]) -> None:
-        """Find out what a contributor sent."""
+        """List the tensors of a contribution, or skip it."""
         try:
             if self._exclude is not None:
                 self._excluded.update(key for key in tensors if self._exclude.search(key))
@@ -226,7 +226,7 @@ class RoundExecution:
             self._skip(name, error)
 
     def _skip(self, name: str, error: Exception) -> None:
-        logger.warning("%s does not take part in the aggregation: %s: %s", name, type(error).__name__, error)
+        logger.warning("Aggregation skipped the contribution of %s: %s: %s", name, type(error).__name__, error)
         self._skipped[name] = error
         self._entries.pop(name, None)
         self._release(name)

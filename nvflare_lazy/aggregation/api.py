@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`aggregate()`: contributions in, one model on disk out, by a rule and within a memory budget.
+"""`aggregate()` and `Aggregation`: one model on disk from many contributions, by a rule, within a memory budget.
 
-The third step of the walk of a round. Who fails while being read is left out whole and the rest is done again, which is
-simple, and right whatever the rule; the result appears only when all of it is there.
+If a contribution fails while it is read, the round is repeated without it, which is simple, and correct for every rule.
+The output file is published only when it is complete.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ if TYPE_CHECKING:
     from nvflare_lazy.aggregation.report import AggregationReport
     from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 
-#: What contributors send: whole models, or differences from the global model.
+#: The kind of contributions: whole models, or differences from the global model.
 ParamsType = Literal["FULL", "DIFF"]
 
 
 @dataclass(frozen=True)
 class Aggregation:
-    """How rounds are aggregated: made once, from a configuration perhaps, and run for each round.
+    """The configuration of aggregation: created once, for example from a configuration file, and run for each round.
 
     | to | set |
     |---|---|
     | tolerate malicious contributors | `rule="trimmed_mean"`, or `rule={"name": "krum", "num_byzantine": 2}` |
-    | use less memory, or more | `memory_budget="64MiB"` |
-    | leave some tensors out | `exclude="running_(mean|var)$"` |
+    | limit memory | `memory_budget="64MiB"` |
+    | exclude tensors | `exclude="running_(mean|var)$"` |
     | skip contributions that do not match | `on_mismatch="skip"`, `on_non_finite="skip"` |
-    | get several files | `max_shard_size="5GB"` |
+    | write several files | `max_shard_size="5GB"` |
 
     Args:
-        rule: The rule; a name, a name with parameters, or an object.
+        rule: The rule: a name, a name with parameters, or an object.
         params_type: "FULL" if contributors send whole models, "DIFF" if they send differences from the global model.
         memory_budget: Bytes of memory for tiles, for example "256MiB".
-        threads: How many threads; one for each core, if not given.
-        tile_size: Bytes of a tile in its type at most, for example "1MiB"; what runs fastest, if not given.
-        exclude: A regular expression: tensors with such a name are in no result.
-        on_mismatch: What to do about a contribution whose names, shapes or dtypes differ from what most contributors,
-            or the global model, have: raise ("error"), or "skip" it.
-        on_non_finite: What to do about NaN and infinity in a floating-point tensor of a contribution: "keep" it and
-            compute with it, "skip" that contribution, or raise "error".
-        min_contributors: With fewer left, raise.
-        max_shard_size: Split a larger result into files of at most so many bytes.
-        fsync: Whether the result must survive a power failure. Where something else sees to that later, without is
-            faster.
+        threads: Number of threads. Default: one per core.
+        tile_size: Maximum bytes of a tile in the dtype of its tensors, for example "1MiB". Default: the fastest size.
+        exclude: Regular expression; tensors whose names match it are excluded from the result.
+        on_mismatch: If the names, shapes or dtypes of a contribution differ from those of most contributions, or of the
+            global model: raise ("error"), or "skip" the contribution.
+        on_non_finite: If a floating-point tensor of a contribution contains NaN or infinity: compute with it ("keep"),
+            "skip" the contribution, or raise ("error").
+        min_contributors: Minimum number of usable contributions; with fewer, raise.
+        max_shard_size: Maximum bytes of a file; a larger result is split into several files.
+        fsync: Whether the result must survive a power failure. Without it, writing is faster; set False if a later step
+            flushes the file.
 
     Example:
         >>> aggregation = Aggregation(rule="median", on_mismatch="skip")
@@ -96,7 +96,7 @@ class Aggregation:
             try:
                 re.compile(self.exclude)
             except re.error as error:
-                raise ValueError(f"exclude is no regular expression: {self.exclude!r}: {error}") from None
+                raise ValueError(f"exclude is not a valid regular expression: {self.exclude!r}: {error}") from None
 
     def run(
         self,
@@ -114,18 +114,18 @@ class Aggregation:
 
         Args:
             contributions: For each contributor, tensors or arrays by name, lazy or not.
-            out: The file to write; in a directory, the name is `model.safetensors`.
-            weights: Weights by contributor, in proportion to which they count; one each, if not given.
-            reference: The global model. If it is given, its names and shapes are right, whatever contributors say.
-            metadata: Text to store in the result beside its provenance.
-            progress: Called now and then in this thread.
-            should_cancel: Called repeatedly; if it returns true, the aggregation stops and what was written is removed.
-                For example, the `is_set` of an event.
+            out: The file to write, or a directory for `model.safetensors`.
+            weights: Weights by contributor; only their ratios count. Default: equal weights.
+            reference: The global model. If it is passed, contributions must have its names and shapes.
+            metadata: Text to store in the result, in addition to its provenance.
+            progress: Called from time to time in the calling thread.
+            should_cancel: Called repeatedly; if it returns true, the aggregation stops and its output is removed. For
+                example, the `is_set` of an event.
             on_contribution_done: Called once with the name of each contributor, as soon as its contribution is no
                 longer read.
 
         Raises:
-            AggregationError: There is no result; `errors.py` draws the tree.
+            AggregationError: If there is no result; `errors.py` lists the subclasses.
         """
         return RoundExecution(
             self,
@@ -161,32 +161,33 @@ def aggregate(
     on_contribution_done: Callable[[str], object] | None = None,
     on_report: Callable[[AggregationReport], object] | None = None,
 ) -> LazyTensorDict:
-    """Make one model of many, tile by tile, within a memory budget.
+    """Aggregate many models into one, tile by tile, within a memory budget.
 
-    Contributors count in the order of their names, values are summed in float64 and rounded once: the same
-    contributions give the same bits. A contribution that cannot be read is left out whole.
+    Contributions are processed in the order of their names; values are summed in float64 and rounded once. The same
+    contributions give the same bits. A contribution that cannot be read is skipped.
 
     Args:
         contributions: For each contributor, tensors or arrays by name, lazy or not.
-        out: The safetensors file to write; in a directory, the name is `model.safetensors`.
-        rule: The rule, by name, by name and parameters, or as an object.
-        weights: Weights by contributor; one each, if not given.
+        out: The safetensors file to write, or a directory for `model.safetensors`.
+        rule: The rule: a name, a name with parameters, or an object.
+        weights: Weights by contributor. Default: equal weights.
         memory_budget: Bytes of memory for tiles.
-        params_type: See `Aggregation`, as for all arguments down to `fsync`.
-        threads: How many threads.
-        tile_size: Bytes of a tile at most.
-        exclude: A regular expression: tensors with such a name are not in the result.
+        params_type: See `Aggregation`, which describes all arguments down to `fsync`.
+        threads: Number of threads.
+        tile_size: Maximum bytes of a tile.
+        exclude: Regular expression; tensors whose names match it are excluded.
         on_mismatch: "error" or "skip".
         on_non_finite: "keep", "skip" or "error".
-        min_contributors: With fewer left, raise.
-        max_shard_size: Split a larger result into files of at most so many bytes.
+        min_contributors: Minimum number of usable contributions.
+        max_shard_size: Maximum bytes of a file.
         fsync: Whether the result must survive a power failure.
-        reference: The global model; see `Aggregation.run`, as for all that follow.
+        reference: The global model; see `Aggregation.run`, which describes all arguments down to
+            `on_contribution_done`.
         metadata: Text to store in the result.
-        progress: Called now and then.
-        should_cancel: Asked now and then whether to stop.
-        on_contribution_done: Called with each contributor's name once its contribution is not read any more.
-        on_report: Called with who took part, who did not and why, and how much each counted.
+        progress: Called from time to time.
+        should_cancel: Called repeatedly; if it returns true, the aggregation stops.
+        on_contribution_done: Called with each contributor's name when its contribution is no longer read.
+        on_report: Called with the report: the contributions that were used with their weights, and those skipped.
 
     Returns:
         The new model, opened from the file.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a tile becomes a tile of the result: what is left of a rule once it has decided all that concerns whole updates.
+"""Reductions: the computation that a rule applies to every tile of the contributions.
 
-A rule such as Krum looks at whole updates first, and then only has to say "that one". The engine runs its reduction on
-every tile, in threads; a reduction keeps nothing from one tile to the next.
+A rule such as Krum compares whole updates first; its reduction then only copies the selected one. The engine runs the
+reduction on every tile, in threads; a reduction keeps nothing from one tile to the next.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Reduction(ABC):
-    """Reduces tiles. Must give the same for an element, whatever tile it is in and whatever its neighbours are."""
+    """Reduces tiles. The result of an element must not depend on its tile or on its neighbors."""
 
     @abstractmethod
     def bytes_per_element(self, contributors: int) -> int:
-        """Return how many bytes `reduce` takes of the tile's arena for each element.
+        """Return the number of bytes that `reduce` takes from the tile's arena for each element.
 
         Args:
-            contributors: How many contributors a tile can have at most.
+            contributors: Maximum number of contributors of a tile.
         """
 
     @abstractmethod
@@ -40,31 +40,31 @@ class Reduction(ABC):
 
         Args:
             tile: The contributors' elements.
-            out: Where the result goes, in the type of the tensors.
+            out: The tensor to write the result to, in the dtype of the tensors.
         """
 
     def check(self, group: TensorGroup) -> None:  # noqa: B027  # most have nothing to check
-        """Raise if tensors like these cannot be reduced."""
+        """Raise if these tensors cannot be reduced."""
 
     def shares(self, members: Sequence[int]) -> tuple[float, ...] | None:
-        """Return how much each of these contributors counts, summing up to one; None if that differs by element.
+        """Return the share of each of these contributors in the result, with sum 1; None if it differs by element.
 
         Args:
-            members: Who has a tensor, as indices into the contributors of the round.
+            members: The contributors that have a tensor, as indices into the contributors of the round.
         """
         return None
 
 
 class LinearCombination(Reduction):
-    """The weighted mean, with weights that may be anything the rule thinks right.
+    """The weighted mean, with weights that the rule chooses.
 
-    Where a contributor does not have a tensor, the weights of the others are renormalized.
+    If a contributor does not have a tensor, the weights of the others are renormalized.
 
     Args:
         weights: One for each contributor of the round; finite and not negative.
-        reference_weight: A further weight, of the global model; for differences, of zero.
-        has_reference: Whether the global model is at hand in the tiles.
-        noise: What to add to each floating-point number of the mean.
+        reference_weight: The weight of the global model; for differences, of zero.
+        has_reference: Whether the tiles contain the global model.
+        noise: Noise to add to each floating-point number of the mean.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class LinearCombination(Reduction):
     def check(self, group: TensorGroup) -> None:
         if not self._reference_weight and not any(self._all[member] for member in group.members):
             raise WeightError(
-                f"{group.names[0]!r} is only there at contributors whose weight is zero: exclude it, or weigh them"
+                f"only contributors with weight 0 sent {group.names[0]!r}; exclude it or give them a weight"
             )
 
     def reduce(self, tile: Tile, out: torch.Tensor) -> None:
@@ -127,7 +127,7 @@ class SelectContributor(Reduction):
     """The values of one contributor, bit for bit.
 
     Args:
-        chosen: Who, as an index into the contributors of the round.
+        chosen: The contributor, as an index into the contributors of the round.
     """
 
     def __init__(self, chosen: int) -> None:

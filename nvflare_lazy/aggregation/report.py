@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of a round: who took part with how much weight, who did not and why, and what the rule decided.
+"""The report of a round: contributions used, with their weights, contributions skipped and why, rule decisions.
 
-Goes to whoever called, for logs and decisions, and in short into the metadata of the file that was written.
+Returned to the caller for logs and decisions, and stored in short form in the metadata of the output file.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from nvflare_lazy.aggregation.reduction import Reduction
     from nvflare_lazy.aggregation.schema import RoundSchema
 
-#: Under this name, the metadata of a result says in JSON how it was made.
+#: The metadata key under which a result has its provenance, as JSON.
 METADATA_KEY = "nvflare_lazy.aggregation"
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """How a result was made.
+    """The provenance of a result.
 
     Attributes:
         rule: Name and parameters of the rule.
         params_type: "FULL" or "DIFF".
-        contributors: Who took part, in order.
-        weights: How much each of them counts in a tensor that all of them have, summing up to one; less for a clipped
-            mean; None if that differs from element to element.
-        skipped: Who did not take part, and the error that says why.
-        decisions: What the rule found and decided, by name: scores, norms, the scale of the noise.
+        contributors: The contributors whose contributions were used, in order.
+        weights: The share of each of them in a tensor that all of them have, with sum 1, or less for a clipped mean;
+            None if it differs from element to element.
+        skipped: The contributors whose contributions were skipped, each with the error that explains why.
+        decisions: Findings and decisions of the rule, by name: scores, norms, the scale of the noise.
     """
 
     rule: Mapping[str, Any]
@@ -44,7 +44,7 @@ class Provenance:
     decisions: Mapping[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for JSON."""
+        """Return the provenance as plain values, for JSON."""
         plain: dict[str, Any] = to_json(
             {
                 "rule": self.rule,
@@ -58,21 +58,22 @@ class Provenance:
         return plain
 
     def as_metadata(self) -> dict[str, str]:
-        """Return it as metadata of a file."""
+        """Return the provenance as metadata of a file."""
         return {METADATA_KEY: json.dumps(self.as_dict(), sort_keys=True, ensure_ascii=False, allow_nan=False)}
 
 
 @dataclass(frozen=True)
 class AggregationReport:
-    """What became of a round.
+    """The report of a round.
 
     Attributes:
-        provenance: How the result was made.
-        partial: The tensors that not all of those who took part have, and who has them.
+        provenance: The provenance of the result.
+        partial: The tensors that some contributors do not have, each with the contributors that have it.
         excluded: Tensors that were excluded by name.
-        tensors: How many tensors the result has.
-        nbytes: How many bytes these have.
-        seconds: How long it took.
+        tensors: Number of tensors of the result.
+        nbytes: Number of bytes of the tensors.
+        seconds: Duration of the aggregation.
+        shares: For each set of contributors that have a tensor, the share of each of them in the result.
     """
 
     provenance: Provenance
@@ -85,16 +86,16 @@ class AggregationReport:
 
     @property
     def contributors(self) -> tuple[str, ...]:
-        """Who took part, in order."""
+        """The contributors whose contributions were used, in order."""
         return self.provenance.contributors
 
     @property
     def skipped(self) -> Mapping[str, Exception]:
-        """Who did not take part, and the error that says why."""
+        """The contributors whose contributions were skipped, each with the error that explains why."""
         return self.provenance.skipped
 
     def weights_of(self, name: str) -> Mapping[str, float] | None:
-        """Return how much each contributor counts in one tensor; None if that differs from element to element.
+        """Return the share of each contributor in one tensor; None if it differs from element to element.
 
         Args:
             name: The tensor.
@@ -102,7 +103,7 @@ class AggregationReport:
         return self.shares[self.partial.get(name, self.contributors)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values, for JSON."""
+        """Return the report as plain values, for JSON."""
         return {
             **self.provenance.as_dict(),
             "partial": {name: [*holders] for name, holders in self.partial.items()},
@@ -114,7 +115,7 @@ class AggregationReport:
 
 
 def shares_of(schema: RoundSchema, reduction: Reduction) -> dict[tuple[str, ...], Mapping[str, float] | None]:
-    """Return for each set of contributors that has a tensor how much each of them counts there."""
+    """Return the share of each contributor, for each set of contributors that have a tensor."""
     everybody = tuple(range(len(schema.names)))
     shares: dict[tuple[str, ...], Mapping[str, float] | None] = {}
     for members in {everybody, *(schema.holders[key] for key in schema.specs)}:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes part in a round, and in which of its tensors: names, shapes, dtypes and weights, before anything is read.
+"""The schema of a round: contributors, weights, and the names, shapes and dtypes of tensors, before data is read.
 
-Contributions come from strangers. What most of them agree on, or the global model says, is right; who differs is an
-error or is left out, as the caller chooses.
+Contributions are untrusted. The majority of them, or the global model, defines the expected schema; a contribution that
+differs raises an error or is skipped, as the caller chooses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.tensors.entry import TensorEntry, TensorSpec
 
-#: What to do about a contribution that does not fit to the others.
+#: Handling of a contribution that does not match the others.
 MismatchPolicy = Literal["error", "skip"]
 _COMPUTABLE = FLOATS | {
     *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16),
@@ -51,19 +51,19 @@ def read_entries(
 
     Args:
         tensors: Tensors or arrays by name, lazy or not.
-        owner: Whose they are, for messages.
-        exclude: Pass over what has such a name, whatever it is.
+        owner: Owner of the tensors, for messages.
+        exclude: Values whose names match are ignored, whatever their type.
 
     Raises:
-        UnsupportedTensorError: One is none, or has no dense elements.
-        UnsupportedDtypeError: One is of a type that torch has not.
+        UnsupportedTensorError: If a value is not a tensor or array, or has no dense elements.
+        UnsupportedDtypeError: If torch does not support the type of a value.
     """
-    # Twenty thousand recipes are at hand at once; making lazy tensors of them first would take a second.
+    # The entries exist already; creating 20,000 lazy tensors from them first would take a second.
     values: Mapping[str, Any] = tensors.entries if isinstance(tensors, LazyTensorDict) else tensors
     entries = {}
     for name, value in values.items():
         if not isinstance(name, str):
-            raise UnsupportedTensorError(f"a tensor of {owner} has the name {name!r}, which is no text: give it one")
+            raise UnsupportedTensorError(f"invalid tensor name {name!r} in {owner}: expected a string")
         if exclude is not None and exclude.search(name):
             continue
         try:
@@ -71,20 +71,20 @@ def read_entries(
             if entry.element_type.torch is None:
                 _ = entry.dtype  # raises
         except (UnsupportedTensorError, UnsupportedDtypeError) as error:
-            raise type(error)(f"{name!r} of {owner}: {error}; exclude it, or convert it first") from error
+            raise type(error)(f"{name!r} of {owner}: {error}; exclude it or convert it first") from error
     return entries
 
 
 @dataclass(frozen=True)
 class RoundSchema:
-    """What a round is about.
+    """The contributors and tensors of a round.
 
     Attributes:
-        names: Who takes part, in order.
+        names: The contributors whose contributions are used, in order.
         weights: Their weights.
         specs: The tensors of the result, in the order they have in a file.
-        holders: For each tensor, who has it, as indices into `names`.
-        skipped: Who does not take part, and why.
+        holders: For each tensor, the contributors that have it, as indices into `names`.
+        skipped: The contributors whose contributions are skipped, and why.
     """
 
     names: tuple[str, ...]
@@ -102,17 +102,17 @@ def resolve_schema(
     requires_all_tensors: bool,
     on_mismatch: MismatchPolicy,
 ) -> RoundSchema:
-    """Find out who takes part.
+    """Return the schema of a round.
 
     Args:
         contributions: The tensors of each contributor.
         weights: The weight of each contributor.
-        reference: The global model: the names and shapes that are right, if given.
+        reference: The global model, which defines the expected names and shapes if it is passed.
         requires_all_tensors: Whether each contributor must have all tensors.
-        on_mismatch: What to do about who differs.
+        on_mismatch: Handling of contributions that do not match.
     """
     skipped: dict[str, Exception] = {
-        name: WeightError("its weight is zero") for name in sorted(contributions) if not weights[name]
+        name: WeightError("weight is zero") for name in sorted(contributions) if not weights[name]
     }
     names = [name for name in sorted(contributions) if name not in skipped]
     if contributions and not names:
@@ -128,13 +128,13 @@ def resolve_schema(
             skipped[name] = error
     staying = tuple(name for name in names if name not in skipped)
     if not staying:
-        raise NothingToAggregateError("no contributor is left" + reasons(skipped))
+        raise NothingToAggregateError("no usable contributions" + reasons(skipped))
     holders: dict[str, tuple[int, ...]] = {
         key: tuple(index for index, name in enumerate(staying) if key in sent[name]) for key in expected
     }
     result = {key: spec for key, spec in expected.items() if holders[key]}
     if not result:
-        raise NothingToAggregateError("no tensor is left to aggregate: all were excluded, or none was sent")
+        raise NothingToAggregateError("no tensors to aggregate: all tensors were excluded, or none were sent")
     return RoundSchema(
         staying,
         tuple(float(weights[name]) for name in staying),
@@ -145,20 +145,20 @@ def resolve_schema(
 
 
 def validate_weights(names: Sequence[str], weights: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the weight of each contributor; one, if none are given.
+    """Return the weight of each contributor. Default: 1 for each.
 
     Args:
         names: The contributors.
-        weights: Weights by contributor; others may be in it.
+        weights: Weights by contributor; weights of other contributors are ignored.
     """
     if weights is None:
         return dict.fromkeys(names, 1.0)
     missing = [name for name in names if name not in weights]
     if missing:
-        raise WeightError(f"there is no weight for {', '.join(missing)}: give one for each contributor, or none at all")
+        raise WeightError(f"missing weights for {', '.join(missing)}; pass a weight for every contributor, or none")
     for name in names:
         if not 0 <= weights[name] < math.inf:
-            raise WeightError(f"the weight of {name!r} is {weights[name]!r}; it must be zero or a positive number")
+            raise WeightError(f"the weight of {name!r} must be zero or a positive number, got {weights[name]!r}")
     return {name: float(weights[name]) for name in names}
 
 
@@ -167,19 +167,19 @@ def group_tensors(
     contributions: Mapping[str, Mapping[str, TensorEntry]],
     reference: Mapping[str, TensorEntry] | None,
 ) -> list[TensorGroup]:
-    """Return the tensors of a round, those together that have the same type and the same holders.
+    """Return the tensors of a round, grouped by dtype and by the contributors that have them.
 
     Args:
-        schema: What the round is about.
+        schema: The schema of the round.
         contributions: The tensors of each contributor.
-        reference: The global model, if it is read as well.
+        reference: The global model, if the rule reads it.
     """
     together: dict[tuple[torch.dtype, tuple[int, ...], torch.dtype | None], list[str]] = {}
     for key, spec in schema.specs.items():
         of_reference = None if reference is None else reference[key].dtype
         together.setdefault((spec.dtype, schema.holders[key], of_reference), []).append(key)
         if of_reference is not None and of_reference.is_complex != spec.dtype.is_complex:
-            raise AggregationDtypeError(f"{key!r} is {spec.dtype}, but {of_reference} in the global model: exclude it")
+            raise AggregationDtypeError(f"{key!r} is {spec.dtype}, but {of_reference} in the global model; exclude it")
     groups = []
     for index, ((dtype, members, _), keys) in enumerate(together.items()):
         contributors = tuple(schema.names[member] for member in members)
@@ -200,22 +200,22 @@ def group_tensors(
 
 
 def tensor_metas(specs: Mapping[str, TensorSpec]) -> list[TensorMeta]:
-    """Return what a file of these tensors promises."""
+    """Return the metadata of a file of these tensors."""
     return [TensorMeta(key, dtypes.by_torch(spec.dtype).name or "", spec.shape) for key, spec in specs.items()]
 
 
 def _in_order(specs: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
     for key, spec in specs.items():
         if spec.dtype not in _COMPUTABLE:
-            raise AggregationDtypeError(f"{key!r} is {spec.dtype}, which has no mean: exclude it")
-    # As they lie in the file that is written, and in most that are read: neighbours are read with one request.
+            raise AggregationDtypeError(f"{key!r} is {spec.dtype}, which cannot be aggregated; exclude it")
+    # The order in the output file, and in most input files: adjacent tensors are read with one request.
     return {meta.name: specs[meta.name] for meta in in_file_order(tensor_metas(specs))}
 
 
 def _expected(
     sent: Mapping[str, Mapping[str, TensorSpec]], reference: Mapping[str, TensorEntry] | None
 ) -> dict[str, TensorSpec]:
-    """Return what most contributors say of each tensor; of its shape, what the global model says."""
+    """Return the spec of each tensor in most contributions; its shape must be that of the global model, if known."""
     votes: dict[str, Counter[TensorSpec]] = {}
     for specs in sent.values():
         for key, spec in specs.items():
@@ -225,7 +225,7 @@ def _expected(
         for key, count in votes.items():
             right = {spec: number for spec, number in count.items() if spec.shape == reference[key].shape}
             votes[key] = Counter(right or {reference[key].spec: 1})
-    # Of equally many, those of the first by name.
+    # In a tie, the spec of the first contributor by name wins.
     return {key: count.most_common(1)[0][0] for key, count in votes.items()}
 
 
@@ -240,26 +240,26 @@ def _find_mismatch(
         missing = sorted(keys - specs.keys())
         if missing:
             return MismatchError(
-                f"{name!r} has no tensor {missing[0]!r}{_and_more(missing)}, and the rule compares whole updates: "
-                "exclude what not everybody has, or leave that contribution out, by on_mismatch"
+                f"contribution {name!r} has no tensor {missing[0]!r}{_and_more(missing)}, but the rule requires every "
+                "tensor; exclude the tensor or set on_mismatch='skip'"
             )
     surplus = sorted(specs.keys() - (expected.keys() if keys is None else keys))
     if surplus:
         return MismatchError(
-            f"{name!r} has a tensor {surplus[0]!r}{_and_more(surplus)} that it should not have: exclude it, or leave "
-            "that contribution out, by on_mismatch"
+            f"contribution {name!r} has an unexpected tensor {surplus[0]!r}{_and_more(surplus)}; "
+            "exclude it or set on_mismatch='skip'"
         )
     for key, spec in specs.items():
         right = expected[key]
         if spec.shape != right.shape:
             return MismatchError(
-                f"{key!r} of {name!r} has shape {list(spec.shape)}, and should have {list(right.shape)}: send it in "
-                "that shape, or leave that contribution out, by on_mismatch"
+                f"shape mismatch for {key!r} from {name!r}: expected {list(right.shape)}, got {list(spec.shape)}; "
+                "fix the client or set on_mismatch='skip'"
             )
         if spec.dtype != right.dtype:
             return MismatchError(
-                f"{key!r} of {name!r} is {spec.dtype}, and should be {right.dtype}: send it in that type, or leave "
-                "that contribution out, by on_mismatch"
+                f"dtype mismatch for {key!r} from {name!r}: expected {right.dtype}, got {spec.dtype}; "
+                "fix the client or set on_mismatch='skip'"
             )
     return None
 
@@ -269,5 +269,5 @@ def _and_more(keys: Sequence[str]) -> str:
 
 
 def reasons(skipped: Mapping[str, Exception]) -> str:
-    """Return who was left out and why, for the end of a message."""
-    return "".join(f"; {name!r} was left out: {error}" for name, error in sorted(skipped.items()))
+    """Return the skipped contributors and the reasons, for the end of a message."""
+    return "".join(f"; skipped {name!r}: {error}" for name, error in sorted(skipped.items()))

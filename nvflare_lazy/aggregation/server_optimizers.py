@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers of a server: the mean of the clients' updates is a gradient, and the global model takes a step along it.
+"""Server optimizers: FedAvgM, FedAdagrad, FedAdam and FedYogi use the clients' mean difference as a gradient.
 
-After aggregation, in the walk of a round. FedAvgM is from Hsu, Qi, Brown: Measuring the Effects of Non-Identical Data
-Distribution for Federated Visual Classification, 2019, https://arxiv.org/abs/1909.06335; the others are from Reddi et
-al.: Adaptive Federated Optimization, ICLR 2021, https://arxiv.org/abs/2003.00295, as in its algorithm 2.
+They run after aggregation. FedAvgM is from Hsu, Qi, Brown: Measuring the Effects of Non-Identical Data Distribution for
+Federated Visual Classification, 2019, https://arxiv.org/abs/1909.06335; the others are from Reddi et al.: Adaptive
+Federated Optimization, ICLR 2021, https://arxiv.org/abs/2003.00295, as in its algorithm 2.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from nvflare_lazy.aggregation._engine.tile_pool import Progress
     from nvflare_lazy.aggregation.api import ParamsType
 
-#: What to do about a model that no state on the disk belongs to, though there are some.
+#: Handling of a model to which none of the existing states belongs.
 UnknownModelPolicy = Literal["error", "restart"]
 
 
 @dataclass(frozen=True)
 class ServerOptimizer(ABC):
-    """How the global model moves along the difference that the clients' mean makes to it.
+    """Moves the global model along the difference between the clients' mean and the model.
 
-    Computes in float64; the state is float32, and float64 for tensors of that type. It is kept on the disk, next to
-    which model it belongs to. Integers and bools are not optimized: they become what the clients' mean says.
+    Computes in float64. The state is float32, or float64 for float64 tensors; it is kept on disk, together with a
+    fingerprint of the model it belongs to. Integers and bools are not optimized: they take the values of the mean.
 
     Args:
-        lr: The step along the direction.
+        lr: The step size.
     """
 
     lr: float
@@ -54,7 +54,7 @@ class ServerOptimizer(ABC):
     @property
     @abstractmethod
     def slots(self) -> Mapping[str, float]:
-        """What is remembered of each element from step to step, by name, and what it begins with."""
+        """The values kept for each element from step to step: name and initial value."""
 
     @abstractmethod
     def compute_update(
@@ -62,16 +62,16 @@ class ServerOptimizer(ABC):
     ) -> torch.Tensor:
         """Update the state, and return the direction of the step; all are float64.
 
-        Must give the same for an element, whatever its neighbours are: so nothing fused, which rounds in one way in
-        the middle of a tile and in another at its end.
+        The result of an element must not depend on its neighbors. Do not use fused operations: they round differently
+        in the middle of a tile and at its end.
 
         Args:
-            difference: What the mean of the clients differs from the model; may be written to.
+            difference: The clients' mean minus the model; may be overwritten.
             state: The slots, in order; updated in place.
-            spare: Room for what is computed on the way.
+            spare: Memory for intermediate values.
 
         Returns:
-            One of these, which is not written to.
+            One of these tensors, which is not modified.
         """
 
     def step(
@@ -94,33 +94,33 @@ class ServerOptimizer(ABC):
     ) -> LazyTensorDict:
         """Write the next global model and the next state.
 
-        Whenever the process is killed, the model on the disk is the old or the new one and the state that belongs to
-        it is there, too: states are found by the model's own content, and that of the model before is kept.
+        If the process is killed at any moment, the model on disk is either the old or the new one, and its state is on
+        disk: states are found by the content of the model, and the state of the previous model is kept.
 
         Args:
             model: The global model, lazy or not.
-            update: The aggregate of the round. Of tensors that it lacks, the model keeps its own.
-            out: The file to write; may be the one that `model` was opened from.
-            state_dir: The directory of the states, for one optimizer and one model; made if it is not there. Not
-                needed by an optimizer that remembers nothing.
-            params_type: "FULL" if the update is a model, "DIFF" if it is the difference from one.
-            keep_states: How many states are kept: one more than the number of steps that the model may have to go
-                back after a restart.
-            on_unknown_model: If none of the states belongs to the model, though there are some: raise "error", or
-                "restart" with a new state.
+            update: The aggregate of the round. Tensors that it does not have keep their values.
+            out: The file to write; may be the file that `model` was opened from.
+            state_dir: The directory of the states of one optimizer and one model; created if it does not exist. Not
+                needed for an optimizer without state.
+            params_type: "FULL" if the update is a model, "DIFF" if it is a difference from the global model.
+            keep_states: Number of states to keep: one more than the number of steps by which the model may be set back
+                after a restart.
+            on_unknown_model: If states exist, but none belongs to the model: raise ("error"), or "restart" with a new
+                state.
             memory_budget: Bytes of memory for tiles.
-            threads: How many threads; one for each core, if not given.
-            max_shard_size: Split a larger model into files of at most so many bytes.
+            threads: Number of threads. Default: one per core.
+            max_shard_size: Maximum bytes of a file; a larger model is split into several files.
             fsync: Whether the model must survive a power failure.
             metadata: Text to store in the model.
-            progress: Called now and then in this thread.
-            should_cancel: Asked now and then whether to stop; what was written until then is removed.
+            progress: Called from time to time in the calling thread.
+            should_cancel: Called repeatedly; if it returns true, the step stops and its output is removed.
 
         Raises:
-            OptimizerStateError: No state belongs to the model, or they are of another optimizer.
+            OptimizerStateError: If no state belongs to the model, or the states are of another optimizer.
         """
         if self.slots and state_dir is None:
-            raise ValueError(f"{self.name} remembers {' and '.join(self.slots)}: say where, by state_dir")
+            raise ValueError(f"{self.name} keeps state ({', '.join(self.slots)}); pass state_dir")
         states = None
         if self.slots and state_dir is not None:
             states = OptimizerStates(state_dir, self.name, self.slots, keep_states)
@@ -145,11 +145,11 @@ class ServerOptimizer(ABC):
 
 @dataclass(frozen=True)
 class FedAvgM(ServerOptimizer):
-    """SGD with momentum; without momentum it needs no state, and with a step of 1 it is federated averaging.
+    """SGD with momentum. Without momentum it needs no state; with `lr=1` it is then federated averaging.
 
     Args:
-        lr: The step along the momentum.
-        momentum: How much of the last direction is kept.
+        lr: The step size.
+        momentum: The fraction of the previous direction that is kept.
     """
 
     lr: float = 1.0
@@ -175,12 +175,12 @@ class FedAvgM(ServerOptimizer):
 
 @dataclass(frozen=True)
 class _Adaptive(ServerOptimizer):
-    """What the three adaptive optimizers share: a mean of differences, over the root of a mean of their squares.
+    """The base of the adaptive optimizers: a mean of differences, divided by the root of a mean of their squares.
 
     Args:
-        lr: The step along the direction.
-        beta1: How much of the mean of differences is kept.
-        tau: How adaptive: what is added to the root, and the root that a state begins with.
+        lr: The step size.
+        beta1: The fraction of the mean of differences that is kept.
+        tau: The degree of adaptivity: a constant added to the root, and the initial root.
     """
 
     lr: float = 0.01
@@ -199,7 +199,7 @@ class _Adaptive(ServerOptimizer):
 
     @abstractmethod
     def update_second_moment(self, square: torch.Tensor, new: torch.Tensor) -> None:
-        """Bring the squared differences of this step into those of the steps before."""
+        """Combine the squared differences of this step with those of earlier steps, in place."""
 
     def compute_update(
         self, difference: torch.Tensor, state: Sequence[torch.Tensor], spare: torch.Tensor
@@ -212,12 +212,12 @@ class _Adaptive(ServerOptimizer):
 
 @dataclass(frozen=True)
 class FedAdagrad(_Adaptive):
-    """Adagrad: the squares of all steps add up.
+    """Adagrad: sums the squares of all steps.
 
     Args:
-        lr: The step along the direction.
-        beta1: How much of the mean of differences is kept.
-        tau: How adaptive: what is added to the root, and the root that a state begins with.
+        lr: The step size.
+        beta1: The fraction of the mean of differences that is kept.
+        tau: The degree of adaptivity: a constant added to the root, and the initial root.
     """
 
     beta1: float = 0.0
@@ -230,13 +230,13 @@ class FedAdagrad(_Adaptive):
 
 @dataclass(frozen=True)
 class FedAdam(_Adaptive):
-    """Adam: the squares are a running mean.
+    """Adam: keeps a running mean of the squares.
 
     Args:
-        lr: The step along the direction.
-        beta1: How much of the mean of differences is kept.
-        tau: How adaptive: what is added to the root, and the root that a state begins with.
-        beta2: How much of the mean of squares is kept.
+        lr: The step size.
+        beta1: The fraction of the mean of differences that is kept.
+        tau: The degree of adaptivity: a constant added to the root, and the initial root.
+        beta2: The fraction of the mean of squares that is kept.
     """
 
     beta2: float = 0.99
@@ -253,9 +253,9 @@ class FedAdam(_Adaptive):
 
 @dataclass(frozen=True)
 class FedYogi(FedAdam):
-    """Yogi: the squares move towards the new ones by an amount that does not depend on the distance.
+    """Yogi: moves the squares towards the new ones by an amount that does not depend on their distance.
 
-    Its parameters are those of `FedAdam`. `beta2` is one minus the step of the squares, in multiples of the new ones.
+    Accepts the parameters of `FedAdam`. `beta2` is one minus the step of the squares, in multiples of the new ones.
     """
 
     name: ClassVar[str] = "fedyogi"
@@ -271,7 +271,7 @@ _OPTIMIZERS: dict[str, type[ServerOptimizer]] = {
 
 
 def to_optimizer(optimizer: str | Mapping[str, Any] | ServerOptimizer) -> ServerOptimizer:
-    """Return the optimizer that a caller or a configuration names.
+    """Return the optimizer that a caller or a configuration specifies.
 
     Args:
         optimizer: A name, a name with parameters, or an optimizer.
@@ -285,7 +285,7 @@ def to_optimizer(optimizer: str | Mapping[str, Any] | ServerOptimizer) -> Server
     parameters = {"name": optimizer} if isinstance(optimizer, str) else dict(optimizer)
     name = parameters.pop("name", None)
     if name not in _OPTIMIZERS:
-        raise ValueError(f"there is no server optimizer {name!r}; there are {', '.join(_OPTIMIZERS)}")
+        raise ValueError(f"unknown server optimizer {name!r}; available: {', '.join(_OPTIMIZERS)}")
     try:
         return _OPTIMIZERS[name](**parameters)
     except TypeError as error:

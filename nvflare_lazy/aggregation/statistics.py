@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers about whole updates, such as their distances, gathered in a pass over the tiles before any is reduced.
+"""Statistics of whole updates, such as their pairwise distances, computed in a pass before tiles are reduced.
 
-What rules that judge contributors decide by. Sums are made in blocks of a fixed size, and these in a fixed order, so
-they have the same bits whatever the tile size and the number of threads.
+Rules use them to compare contributors. Values are summed in blocks of a fixed size, and the blocks in a fixed order, so
+the sums have the same bits for every tile size and number of threads.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ if TYPE_CHECKING:
 
 
 class Statistic(ABC):
-    """Some sums over all floating-point elements of the updates.
+    """Sums over all floating-point elements of the updates.
 
     Attributes:
-        name: What a progress bar calls the pass.
+        name: Name of the pass in progress bars.
     """
 
     name: str
 
     @abstractmethod
     def num_sums(self, contributors: int) -> int:
-        """Return how many sums there are."""
+        """Return the number of sums."""
 
     @abstractmethod
     def bytes_per_element(self, contributors: int) -> int:
-        """Return how many bytes `accumulate` takes of the tile's arena for each element."""
+        """Return the number of bytes that `accumulate` takes from the tile's arena for each element."""
 
     @abstractmethod
     def accumulate(self, tile: Tile, sums: torch.Tensor) -> None:
         """Write the sums of each block of a tile.
 
         Args:
-            tile: The tile; the elements that its last block lacks count as zeros.
-            sums: Float64, one row for each sum and a column for each block of `BLOCK` elements.
+            tile: The tile; its last block is padded with zeros.
+            sums: Float64, one row for each sum and one column for each block of `BLOCK` elements.
         """
 
     @abstractmethod
     def result(self, totals: np.ndarray[Any, Any], contributors: int) -> Any:
-        """Return what the rule gets, made of the sums over all blocks."""
+        """Return the result for the rule, from the sums over all blocks."""
 
 
 class SquaredNorms(Statistic):
     """The squared Euclidean norm of each update.
 
-    The result is an array with one for each contributor. A NaN in an update makes its norm infinite.
+    The result is an array with one norm for each contributor. A NaN in an update makes its norm infinite.
 
     Args:
-        from_reference: Take the updates as differences from the global model.
+        from_reference: Subtract the global model from each update first.
     """
 
     name = "norms"
@@ -127,7 +127,7 @@ def _padded(tile: Tile) -> int:
 
 def _sum_squares(values: torch.Tensor, sums: torch.Tensor) -> None:
     """Square values in place and sum them by blocks."""
-    # A sum over a row of fixed length has the same bits however many rows there are; a longer sum would not.
+    # A sum over a row of fixed length has the same bits for any number of rows; a longer sum would not.
     torch.sum(values.mul_(values).view(-1, BLOCK), dim=1, out=sums)
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every aggregation rule must hold, as a class of tests: for the rules of this package, and for users' own.
+"""`RuleContract`: the tests that every aggregation rule must pass, for the package's rules and for your own.
 
-Stands beside the walk of a round. pytest collects a subclass of it that says which rule it is about; nothing else of
-pytest is needed.
+pytest collects a subclass that sets the rule; nothing else of pytest is needed.
 
     class TestMyRule(RuleContract):
         rule = MyRule()
@@ -42,8 +41,8 @@ class RuleContract:
 
     Attributes:
         rule: The rule.
-        contributors: How many take part in the tests; more than the rule needs.
-        is_average: Whether each element of a result lies between the least and the greatest that was sent, or is zero.
+        contributors: Number of contributors in the tests; more than the rule requires.
+        is_average: Whether each element of a result is between the least and the greatest value that was sent, or zero.
     """
 
     rule: ClassVar[Rule]
@@ -51,7 +50,7 @@ class RuleContract:
     is_average: ClassVar[bool] = True
 
     def test_same_bits_whatever_the_arrival_tiles_and_threads(self, tmp_path: Path) -> None:
-        """Order of arrival, tile size, number of threads and laziness change no bit."""
+        """The result has the same bits for any order of arrival, tile size, number of threads, and lazy inputs."""
         contributions = self._some()
         expected = _bits(self._aggregate(contributions, tmp_path / "out.safetensors", threads=1))
         names = sorted(contributions)
@@ -67,7 +66,7 @@ class RuleContract:
             assert _bits(result) == expected, f"other bits with tiles of {tile} and {threads} threads"
 
     def test_types_and_shapes_stay(self, tmp_path: Path) -> None:
-        """The result has the types and shapes of the contributions, for every type there is, and is finite."""
+        """The result has the dtypes and shapes of the contributions, for every dtype, and is finite."""
         contributions = self._some(
             {"scalar": ((), torch.float32)} | {str(dtype): ((2, 3), dtype) for dtype in _ALL_DTYPES}
         )
@@ -79,7 +78,7 @@ class RuleContract:
         assert all(torch.isfinite(value.double()).all() for value in result.values())
 
     def test_complex_numbers(self, tmp_path: Path) -> None:
-        """Complex tensors are aggregated, or refused by a rule that goes by order."""
+        """Complex tensors are aggregated, or rejected by a rule that orders elements."""
         contributions = self._some({"c": ((5,), torch.complex64)})
 
         def aggregate() -> AggregationResult:
@@ -91,7 +90,7 @@ class RuleContract:
             assert aggregate().tensors["c"].dtype is torch.complex64
 
     def test_between_least_and_greatest(self, tmp_path: Path) -> None:
-        """No element of an average leaves the range of what was sent and zero, where the global model is."""
+        """Each element of an average is within the range of the values sent and zero, the global model's value."""
         contributions = self._some()
         result = self._aggregate(contributions, tmp_path / "out.safetensors").tensors
         for key, value in result.items():
@@ -100,12 +99,12 @@ class RuleContract:
             is_between = (sent.amin(0) <= value.double()) & (value.double() <= sent.amax(0))
             assert is_between.all() or not self.is_average
 
-    def test_who_fails_is_left_out_whole(self, tmp_path: Path) -> None:
-        """The result is that of the others, and says who was left out and why."""
+    def test_failing_contribution_is_skipped(self, tmp_path: Path) -> None:
+        """The result is that of the other contributions, and the report says which one was skipped and why."""
         contributions = self._some()
         broken = sorted(contributions)[4]
         others = {name: tensors for name, tensors in contributions.items() if name != broken}
-        # The type that is read last: all that came before must be gone from the result.
+        # The dtype that is read last: everything read before must be removed from the result.
         last = contributions[broken]["narrow"]
         source = FailedSource(last.numel() * last.itemsize, OSError("the disk is on fire"))
         contributions[broken] = {**contributions[broken], "narrow": LazyTensor(source, last.dtype, last.shape)}
@@ -115,7 +114,7 @@ class RuleContract:
         assert str(result.report.skipped[broken]) == "the disk is on fire"
 
     def test_too_few_contributors(self, tmp_path: Path) -> None:
-        """With fewer than it needs, the error says how many are needed, and there is no file."""
+        """With too few contributors, the error says how many are required, and no file is written."""
         contributions = dict(sorted(self._some().items())[: self.rule.min_contributors])
         fewer = dict([*contributions.items()][1:])
 
@@ -123,14 +122,15 @@ class RuleContract:
             return self._aggregate(fewer, tmp_path / "out.safetensors")
 
         if fewer:
-            assert f"at least {self.rule.min_contributors} are needed" in _raised(TooFewContributorsError, aggregate)
+            message = _raised(TooFewContributorsError, aggregate)
+            assert f"requires at least {self.rule.min_contributors} contributors" in message
         else:
             _raised(NothingToAggregateError, aggregate)
         assert not any(tmp_path.iterdir())
         self._aggregate(contributions, tmp_path / "out.safetensors")
 
     def test_says_how_the_result_was_made(self, tmp_path: Path) -> None:
-        """The report is plain values, the file's metadata has the same, and the description makes the same rule."""
+        """The report consists of plain values, the file's metadata agrees, and the description recreates the rule."""
         result = self._aggregate(self._some(), tmp_path / "out.safetensors")
         written = json.loads(result.tensors.metadata[METADATA_KEY])
         assert written["rule"] == self.rule.describe()
@@ -141,14 +141,14 @@ class RuleContract:
             assert to_rule(self.rule.describe()) == self.rule
 
     def test_little_memory(self, tmp_path: Path) -> None:
-        """A small budget makes small tiles, and no other result."""
+        """A small budget leads to small tiles and the same result."""
         contributions = self._some()
         expected = _bits(self._aggregate(contributions, tmp_path / "out.safetensors"))
         result = self._aggregate(contributions, tmp_path / "small.safetensors", memory_budget="512KiB", threads=4)
         assert _bits(result) == expected
 
     def test_whole_updates(self, tmp_path: Path) -> None:
-        """Who lacks a tensor is left out if the rule needs whole updates, and does not count for that one if not."""
+        """A contribution without a tensor is skipped if the rule requires all tensors, else ignored for that one."""
         contributions = self._some()
         lacking = sorted(contributions)[0]
         del contributions[lacking]["small"]
@@ -158,7 +158,7 @@ class RuleContract:
 
     def _some(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None) -> dict[str, Tensors]:
         if tensors is None:
-            # Such that end in the middle of a block, one of several tiles, and one without elements.
+            # Tensors that end in the middle of a block, one of several tiles, and one without elements.
             tensors = {
                 "odd": ((700,), torch.float32),
                 "small": ((3, 5), torch.float32),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weighted sums of a few elements in twice the precision of float64, and the processor's flag of inexact operations.
+"""Weighted sums of a few elements in twice the precision of float64, and the processor's inexact flag.
 
-The mean uses these sums for the elements of a tile that its plain sum cannot decide. Every CPU keeps the flag at no
-cost, one per thread, as IEEE 754 requires. If a tile is summed and the flag is still clear, all its sums are exact;
+The mean uses these sums for elements whose rounding its plain sum cannot decide. Every CPU keeps the flag at no cost,
+one per thread, as IEEE 754 requires. If the flag is still clear after a tile was summed, all its sums are exact;
 nothing else shows that as cheaply.
 """
 
@@ -36,8 +36,8 @@ class ExactSum:
 
     Attributes:
         high: The sums in float64.
-        low: What is missing in them.
-        doubt: How far from the truth both together can be.
+        low: The remainder that `high` does not hold.
+        doubt: Upper bound of the error of both together.
     """
 
     def __init__(self, count: int) -> None:
@@ -54,21 +54,21 @@ class ExactSum:
                 self._add(wide * part, is_exact=is_whole or bits + _HALF_BITS <= 53)
 
     def _add(self, term: torch.Tensor, *, is_exact: bool) -> None:
-        # Knuth's TwoSum: `error` is exactly what the sum rounds away.
+        # Knuth's TwoSum: `error` is exactly the rounding error of the sum.
         total = self.high + term
         added = total - self.high
         error = (self.high - (total - added)) + (term - added)
         self.high = total
         self.low += error
-        # What is missing is itself summed with rounding.
+        # The remainder is itself summed with rounding.
         self._terms += 1
         self.doubt += error.abs() * (4 * self._terms * 2.0**-53)
         if not is_exact:
             self.doubt += term.abs() * 2.0**-52
 
     def finish(self) -> None:
-        """Bring as much as possible into the sums."""
-        # Next to infinity, nothing is missing.
+        """Move as much of the remainder as possible into `high`."""
+        # An infinite sum has no remainder.
         self.low.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         self.doubt.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         total = self.high + self.low
@@ -76,12 +76,12 @@ class ExactSum:
         self.high = total
 
     def minus(self, numbers: torch.Tensor, total: Fraction) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return sums minus numbers times a total, and for which of these the sign is not known.
+        """Return the sums minus numbers times a total, and which of these differences have an unknown sign.
 
         Args:
-            numbers: Close to the quotients of sums and total. Of few bits; or halves of whole numbers, if the sums are
-                whole numbers below 2 ** 51.
-            total: What they are multiplied by.
+            numbers: Numbers close to the sums divided by the total. They have few bits, or are halves of integers if
+                the sums are integers below 2 ** 51.
+            total: The factor of the numbers.
         """
         doubt = self.doubt
         if total.denominator == 1 and total.numerator.bit_length() <= 40:
@@ -96,22 +96,22 @@ class ExactSum:
 
 
 def significant_bits(dtype: torch.dtype) -> int:
-    """Return how many bits a number of a type has at most."""
+    """Return the maximum number of significant bits of a dtype."""
     if dtype in FLOATS:
         return 11 if dtype in NARROW else 24 if dtype == torch.float32 else 53
     return torch.iinfo(dtype).bits
 
 
 def halves(number: Fraction) -> tuple[float, float]:
-    """Return two numbers whose sum this nearly is, the first with so few bits that 24 bits times it is exact."""
+    """Return two numbers whose sum is nearly `number`; the product of the first one with 24 bits is exact."""
     mantissa, exponent = math.frexp(float(number))
-    # Cut off, not rounded: with parts of different signs, infinity times them would have no sum.
+    # Truncated, not rounded: with parts of different signs, infinity times the parts would add up to NaN.
     high = math.ldexp(int(math.ldexp(mantissa, _HALF_BITS)), exponent - _HALF_BITS)
     return high, float(number - Fraction(high))
 
 
 def as_python(values: torch.Tensor) -> list[Any]:
-    """Return numbers of any type as exact Python numbers."""
+    """Return numbers of any dtype as exact Python numbers."""
     if values.dtype in FLOATS:
         return list(values.double().tolist())
     signed = values.view(_SIGNED[values.itemsize]).tolist()
@@ -121,24 +121,24 @@ def as_python(values: torch.Tensor) -> list[Any]:
 
 
 def from_python(numbers: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return whole numbers as a tensor of any integer type."""
+    """Return integers as a tensor of any integer dtype."""
     half = 1 << (8 * dtype.itemsize - 1)
     wrapped = [(number + half) % (2 * half) - half for number in numbers]
     return torch.tensor(wrapped, dtype=_SIGNED[dtype.itemsize]).view(dtype)
 
 
 def pick(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return some elements of a tensor of any type."""
+    """Return some elements of a tensor of any dtype."""
     return values.view(_SIGNED[values.itemsize])[places].view(values.dtype)
 
 
 def put(values: torch.Tensor, places: torch.Tensor, picked: torch.Tensor) -> None:
-    """Set some elements of a tensor of any type."""
+    """Set some elements of a tensor of any dtype."""
     values.view(_SIGNED[values.itemsize])[places] = picked.view(_SIGNED[values.itemsize])
 
 
 def round_to_odd(value: Fraction) -> float:
-    """Return a number next to `value` that rounds to every narrower type as `value` itself would."""
+    """Return a float64 next to `value` that rounds to every narrower dtype as `value` itself does."""
     nearest = value.numerator / value.denominator
     error = value - Fraction(nearest)
     if error == 0 or math.frexp(nearest)[0] * 2**53 % 2 == 1:
@@ -147,7 +147,7 @@ def round_to_odd(value: Fraction) -> float:
 
 
 class InexactFlag:
-    """The flag of the thread that asks."""
+    """The inexact flag of the calling thread."""
 
     def __init__(self, mask: int, clear: Callable[[int], int], test: Callable[[int], int]) -> None:
         self._mask = mask
@@ -155,7 +155,7 @@ class InexactFlag:
         self._test = test
 
     def clear(self) -> None:
-        """Take the flag down."""
+        """Clear the flag."""
         self._clear(self._mask)
 
     def is_up(self) -> bool:
@@ -164,9 +164,9 @@ class InexactFlag:
 
 
 def inexact_flag() -> InexactFlag | None:
-    """Return the flag, or None where it cannot be had or does not tell of all that torch computes.
+    """Return the flag, or None if it is not available or does not cover all computations of torch.
 
-    It does only where torch computes on the calling thread alone, after `torch.set_num_threads(1)` in it.
+    It covers them only if torch computes on the calling thread alone, after `torch.set_num_threads(1)` in that thread.
     """
     return _flag() if torch.get_num_threads() == 1 else None
 
@@ -177,7 +177,7 @@ def _flag() -> InexactFlag | None:
     if mask is None:
         return None
     try:
-        # Without letting go of the interpreter: getting it back from another thread takes much longer than the call.
+        # PyDLL keeps the interpreter's lock: acquiring it again takes much longer than the call.
         libm = ctypes.PyDLL(ctypes.util.find_library("m") or "libm.so.6")
         flag = InexactFlag(mask, libm.feclearexcept, libm.fetestexcept)
     except (OSError, AttributeError):
@@ -186,7 +186,7 @@ def _flag() -> InexactFlag | None:
 
 
 def _works(flag: InexactFlag) -> bool:
-    # Short enough for torch to compute on this thread, whatever its settings.
+    # Short enough for torch to compute on this thread with any setting.
     one, small = torch.ones(259, dtype=torch.float64), torch.zeros(259, dtype=torch.float64)
     seen = []
     for last in (0.0, 2.0**-60, 0.0):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weighted mean of one tile: summed in float64, in a fixed order, rounded once.
 
-What almost every rule ends in. Results in 8 and 16 bits, and integers, are held to more: they are the exact mean,
-correctly rounded, in every element. Mostly the processor's inexact flag shows that the plain sum was exact. Where it
-was not, the few elements that come out next to a halfway point are summed again, exactly.
+Almost every rule ends in it. Results in 8 and 16 bits, and integers, are more precise: every element is the exact mean,
+correctly rounded. Usually the processor's inexact flag shows that the plain sum was exact. If it was not, the few
+elements next to a halfway point are summed again, exactly.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.aggregation._engine.memory_plan import Arena
 
-#: What a mean takes of an arena for each element, beside the values: the sum, and what happens to it one by one.
+#: Bytes that a mean takes from an arena for each element, in addition to the values: the sum, then one temporary.
 MEAN_BYTES = 8 + max(8, ROUNDING_BYTES)
-# The careful way needs three numbers where the fast one needs one: so it goes through a tile in three parts.
+# The exact way needs three numbers per element instead of one, so it processes a tile in three parts.
 _PARTS = 3
 _MAX_TOTAL = 1 << 38
 _MAX_EXACT_INTEGER = 2.0**51
@@ -46,16 +46,16 @@ _MAX_AT_ONCE = 1 << 14
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a mean, in the form that rounds least.
+    """The weights of a mean, in the form with the smallest rounding errors.
 
-    Only their ratios count. So where they are multiples of one number, as numbers of examples and equal weights are,
-    they become the smallest whole numbers of these ratios, with which sums stay exact.
+    Only their ratios count. If they are multiples of one number, as numbers of examples and equal weights are, they
+    become the smallest integers with these ratios, so that sums stay exact.
 
     Attributes:
-        factors: What each value is multiplied by.
-        total: What the sum is divided by.
-        whole: Whether these are small whole numbers.
-        exact_total: The total without its rounding.
+        factors: The factor of each value.
+        total: The divisor of the sum.
+        whole: Whether factors and total are small integers.
+        exact_total: The total without rounding.
     """
 
     factors: tuple[float, ...]
@@ -69,7 +69,7 @@ class Weights:
 
         Args:
             weights: Finite, not negative and not all zero.
-            of_zero: A further weight, of a value that is zero everywhere.
+            of_zero: The weight of an additional value that is zero everywhere.
         """
         exact = [Fraction(weight) for weight in (*weights, of_zero)]
         scale = math.lcm(*(weight.denominator for weight in exact))
@@ -83,31 +83,31 @@ class Weights:
 
     @cached_property
     def terms(self) -> list[tuple[int, float]]:
-        """Who counts, and how much."""
+        """Indices and factors of the values whose weight is not zero."""
         return [(index, factor) for index, factor in enumerate(self.factors) if factor]
 
     @cached_property
     def is_power_of_two(self) -> bool:
-        """Whether dividing by the total is exact."""
+        """Whether division by the total is exact."""
         return math.frexp(self.total)[0] == 0.5
 
     @cached_property
     def guarded(self) -> Weights:
         """The same ratios, for sums whose quotients must not be mistaken for halfway points.
 
-        All weights are multiples of a guard of four bits. So a sum that is exact never needs the last bits of float64;
-        and without these, its quotient cannot come so close to a halfway point that float64 takes it for one. The guard
-        is one with which the quotients that are halfway points come out right by multiplication as well.
+        All weights are multiples of a guard of four bits. An exact sum therefore never needs the last bits of float64,
+        and without these bits its quotient cannot be so close to a halfway point that float64 rounds it to one. The
+        guard is chosen so that quotients that are halfway points are also correct by multiplication.
         """
         return self._times(range(9, 64, 2))
 
     @cached_property
     def quick(self) -> Weights:
-        """The same ratios, with a total that can be divided by in a third of the time if there is one."""
+        """The same ratios, with a total by which division takes a third of the time, if there is one."""
         return self._times(range(1, 64, 2))
 
     def _times(self, guards: range) -> Weights:
-        """Return multiples of the weights by which means come out right by multiplication, if there are any."""
+        """Return multiples of the weights for which multiplying by the reciprocal is correct, if there are any."""
         if not self.whole or self.is_power_of_two:
             return self
         guard = next((guard for guard in guards if _divides_by_multiplying(guard * self.total)), guards[0])
@@ -117,7 +117,7 @@ class Weights:
 
     @cached_property
     def reciprocal(self) -> float | None:
-        """What to multiply by instead of dividing by the total, if that gives the same halfway points."""
+        """The factor that replaces division by the total, if it gives the same halfway points, else None."""
         return 1.0 / self.total if self.is_power_of_two or _divides_by_multiplying(self.total) else None
 
     @cached_property
@@ -125,7 +125,7 @@ class Weights:
         return {}
 
     def fused(self, dtype: torch.dtype) -> list[bool]:
-        """Return for each term whether its products with values of a type are exact."""
+        """Return for each term whether its products with values of a dtype are exact."""
         known = self._fused.get(dtype)
         if known is None:
             bits = significant_bits(dtype)
@@ -137,7 +137,7 @@ class Weights:
 
 
 def _divides_by_multiplying(total: float) -> bool:
-    """Whether a short number times the total, times its reciprocal, is that number again in spite of the rounding."""
+    """Return whether a short number times the total, times its reciprocal, gives that number despite rounding."""
     return abs(Fraction(1.0 / total) * Fraction(total) - 1) < Fraction(1, 1 << 54)
 
 
@@ -145,10 +145,10 @@ def mean_into(out: torch.Tensor, read: Callable[[int], torch.Tensor], weights: W
     """Write the weighted mean of some values.
 
     Args:
-        out: Where it goes.
-        read: Gives the values of one of them by index; may be asked more than once, the last answer counts.
-        weights: Their weights; who has none is not read.
-        arena: Memory for what happens on the way.
+        out: The tensor to write to.
+        read: Returns the values at an index; may be called more than once, the last result counts.
+        weights: The weights; values with weight zero are not read.
+        arena: Memory for intermediate values.
     """
     mark = arena.mark()
     if out.dtype == torch.float64:
@@ -169,7 +169,7 @@ def mean_into(out: torch.Tensor, read: Callable[[int], torch.Tensor], weights: W
 
 
 def sum_into(out: torch.Tensor, read: Callable[[int], torch.Tensor], weights: Weights, arena: Arena) -> None:
-    """Write the weighted mean in float64, for those who go on computing with it."""
+    """Write the weighted mean in float64, for further computation."""
     mark = arena.mark()
     mean = _Mean(out, read, weights, arena)
     mean.add_up()
@@ -193,7 +193,7 @@ class _Mean:
         self._arena.release(mark)
 
     def add_up(self) -> bool:
-        """Sum the terms; return whether the sums are known to be exact and, where integers are wanted, below 2^51."""
+        """Sum the terms; return whether the sums are known to be exact and, for integer results, below 2^51."""
         flag = inexact_flag() if self._weights.whole else None
         exact = flag is not None
         total = self._sum
@@ -206,8 +206,8 @@ class _Mean:
                     total.copy_(values)
                     if factor != 1.0:
                         total.mul_(factor)
-                # Whether multiply-and-add rounds once or twice depends on where in a tile an element stands. So it is
-                # left to cases in which the product is exact.
+                # Whether multiply-and-add rounds once or twice depends on the position of an element in a tile, so it
+                # is used only if the product is exact.
                 elif self._weights.fused(values.dtype)[number]:
                     total.add_(term.copy_(values), alpha=factor)
                 else:
@@ -225,13 +225,13 @@ class _Mean:
         return self._sum.div_(weights.total)
 
     def divide_rounded(self) -> torch.Tensor:
-        """Return numbers that round to a shorter type as the means do, in place of the sums."""
+        """Return numbers that round to a shorter dtype as the means do, in place of the sums."""
         if self._out.dtype in FLOATS and self._weights.reciprocal is not None:
             return self._sum.mul_(self._weights.reciprocal)
         return self.divide()
 
     def finish_exact(self) -> None:
-        """Write the means of sums that may have been rounded; those for which that matters are summed again."""
+        """Write the means of sums that may have been rounded; sums for which this matters are computed again."""
         means = self.divide()
         integers = []
         for places in torch.split(self._ambiguous(means), _MAX_AT_ONCE):
@@ -242,7 +242,7 @@ class _Mean:
             put(self._out, places, values)
 
     def _ambiguous(self, means: torch.Tensor) -> torch.Tensor:
-        """Return the places of the means that may be rounded to another number than the exact ones."""
+        """Return the positions of the means that may round to a different number than the exact means."""
         error = (2 * len(self._weights.terms) + 16) * 2.0**-53 * self._largest_possible()
         find = self._ambiguous_floats if self._out.dtype in FLOATS else self._ambiguous_integers
         found, begin = [torch.empty(0, dtype=torch.int64)], 0
@@ -269,13 +269,13 @@ class _Mean:
                 yield places[(distance[places] <= error) & (is_halfway | is_small)]
 
     def _nearest_halfway(self, means: torch.Tensor) -> torch.Tensor:
-        """Turn means into what is next to them of the numbers of the type, and of the points halfway between two."""
+        """Round means to the nearest number of the dtype or the nearest point halfway between two, in place."""
         if self._out.dtype not in FLOATS:
             return means.floor_().add_(0.5)
         return to_precision(means, self._out.dtype, self._arena, extra_bits=1)
 
     def _largest_possible(self) -> float:
-        """Return what no mean, nor any that the terms before the last make, can exceed."""
+        """Return an upper bound of all means, including those of the first terms only."""
         largest = 0.0
         with self._spare(self._sum.numel()) as term:
             for index, factor in self._weights.terms:
@@ -287,7 +287,7 @@ class _Mean:
         return largest / self._weights.total
 
     def _sum_again(self, means: torch.Tensor, places: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Replace some means by ones that rounding leaves no doubt about; return integers that float64 cannot hold."""
+        """Replace some means by values that round correctly; return integers that float64 cannot represent."""
         sums = ExactSum(places.numel())
         for index, factor in self._weights.terms:
             sums.add(pick(self._read(index), places), Fraction(factor))
@@ -298,7 +298,7 @@ class _Mean:
         beyond = torch.nextafter(nearest, excess.sign().mul_(math.inf))
         better = torch.where(excess == 0, nearest, beyond)
         means[places] = torch.where(torch.isfinite(sums.high), better, quotient)
-        # Where almost everything cancelled out, even twice the precision is not enough.
+        # If almost everything cancelled out, even twice the precision is not enough.
         undecided |= sums.doubt > sums.high.abs() * 2.0**-30
         if self._out.dtype not in FLOATS:
             undecided |= sums.high.abs() >= _MAX_EXACT_INTEGER
@@ -319,7 +319,7 @@ class _Mean:
 
 
 def _rows_below(distance: torch.Tensor, error: float) -> Iterator[torch.Tensor]:
-    """Return all places in those rows of a tile that hold a distance of no more than `error`."""
+    """Yield all positions in the rows of a tile that contain a distance of at most `error`."""
     whole = distance.numel() // _ROW * _ROW
     if whole:
         rows = (distance[:whole].view(-1, _ROW).amin(1) <= error).nonzero()

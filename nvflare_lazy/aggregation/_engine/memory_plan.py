@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One number, the memory budget, becomes a number of threads and a tile size; each thread gets its memory once.
+"""The number of threads and the tile size that fit a memory budget, and the memory of each thread.
 
-Between the user's "256MiB" and the tiles of a round: nothing is allocated while tiles are read, reduced and written.
+Each thread allocates its memory once; nothing is allocated while tiles are read, reduced and written.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from nvflare_lazy._text import format_size
 from nvflare_lazy.errors import MemoryBudgetError
 from nvflare_lazy.tensors.tensor_memory import storage_bytes
 
-#: Tiles begin at multiples of this many elements: statistics are summed in blocks of it, whatever the tile size.
+#: Tiles start at multiples of this number of elements: statistics are summed in such blocks, for every tile size.
 BLOCK = 512
-# More than this leaves the cache and gains nothing; below the other, calls cost more than the work they do.
+# Larger tiles leave the cache and are not faster; in tiles below the comfortable size, calls cost more than their work.
 _MAX_TILE = 1024 * BLOCK
 _COMFORTABLE_TILE = 16 * BLOCK
 _CACHE_SHARE = 16 << 20
 _ALIGNMENT = 64
-# For the gaps that aligning leaves.
+# For the gaps between aligned tensors.
 _SLACK = 16 << 10
 _MAX_VIEWS = 512
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a pass over the tiles uses the machine.
+    """The resources of a pass over the tiles.
 
     Attributes:
-        threads: How many threads read, reduce and write.
+        threads: Number of threads that read, reduce and write.
         tile: Elements of a tile, a multiple of `BLOCK`.
-        arena: Bytes of memory that each thread gets.
+        arena: Bytes of memory of each thread.
     """
 
     threads: int
@@ -48,11 +48,11 @@ def plan_memory(
     """Return the number of threads and the tile size that fit into the budget.
 
     Args:
-        budget: Bytes that all threads together may take.
-        bytes_per_element: Bytes that an element of a tile takes, in everything that is kept of it.
-        threads: How many threads at most; one for each core, if not given.
-        tile: Elements of a tile at most; as many as run fastest, if not given.
-        fixed: Bytes a thread needs beside its tile.
+        budget: Bytes for all threads together.
+        bytes_per_element: Bytes for each element of a tile, in all buffers together.
+        threads: Maximum number of threads. Default: one per core.
+        tile: Maximum number of elements of a tile. Default: the fastest size.
+        fixed: Bytes that each thread needs in addition to its tile.
     """
     fixed += _SLACK
     fast = max(_COMFORTABLE_TILE, min(_MAX_TILE, _CACHE_SHARE // bytes_per_element))
@@ -69,9 +69,9 @@ def plan_memory(
 
 
 class Arena:
-    """One thread's memory, used again for one tile after the other.
+    """The memory of one thread, reused for each tile.
 
-    What is taken stays valid until it is given back; giving back a mark gives back all that was taken after it.
+    A tensor is valid until it is released; releasing a mark releases everything that was taken after it.
 
     Args:
         nbytes: Bytes of memory.
@@ -81,7 +81,7 @@ class Arena:
         self._memory = torch.empty(nbytes, dtype=torch.uint8)
         self._bytes = storage_bytes(self._memory)
         self._top = 0
-        # The same few tensors are taken for tile after tile, and to make one costs as much as adding 10,000 numbers.
+        # Every tile takes the same few tensors, and creating one costs as much as adding 10,000 numbers.
         self._views: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}
 
     def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -98,14 +98,14 @@ class Arena:
         return view
 
     def take_buffer(self, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, memoryview]:
-        """Return an uninitialized tensor, and its bytes."""
+        """Return an uninitialized tensor and its bytes."""
         start = self._top
         return self.take(dtype, count), self._bytes[start : start + count * dtype.itemsize]
 
     def mark(self) -> int:
-        """Return what `release` takes."""
+        """Return a mark for `release`."""
         return self._top
 
     def release(self, mark: int) -> None:
-        """Give back all that was taken since the mark."""
+        """Release everything that was taken since the mark."""
         self._top = mark

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes over a round's tiles: those that gather statistics, and the one that reduces and writes.
+"""The passes over a round's tiles: passes that compute statistics, and the pass that reduces and writes.
 
-Between a rule, which says what is to be done, and the threads that do it. One attempt at one set of contributors; who
-fails in it is found out here, and left out by the caller.
+Runs the reduction of a rule in threads, for one set of contributions. If a contribution fails, `ContributionError`
+ends the pass, and the caller skips the contribution.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.aggregation.statistics import Statistic
     from nvflare_lazy.formats.safetensors.writer import StreamingWriter
 
-# Statistics are summed by stretches of this many elements, and these one after the other, whatever the tile size.
+# Statistics are summed in stretches of this number of elements, one after the other, for every tile size.
 _STRETCH = 128 * BLOCK
 
 
@@ -36,10 +36,10 @@ class Engine:
     Args:
         groups: The groups.
         budget: Bytes of memory for all threads together.
-        threads: How many threads at most; one for each core, if not given.
-        tile_bytes: Bytes of a tile in its own type, at most; what runs fastest, if not given.
-        non_finite: What to do about NaN and infinity in contributions.
-        monitor: Told about progress, and asked whether to go on.
+        threads: Maximum number of threads. Default: one per core.
+        tile_bytes: Maximum bytes of a tile in its own dtype. Default: the fastest size.
+        non_finite: Handling of NaN and infinity in contributions.
+        monitor: Receives progress, and raises if the caller cancels.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Engine:
         self._monitor = monitor
 
     def compute_statistic(self, statistic: Statistic) -> Any:
-        """Read all floating-point tensors and return what the statistic makes of them."""
+        """Read all floating-point tensors and return the result of the statistic."""
         groups = [group for group in self._groups if group.is_float]
         count = max((len(group.members) for group in groups), default=0)
         sums = statistic.num_sums(count)
@@ -95,9 +95,9 @@ class Engine:
         """Reduce all tiles and write them.
 
         Args:
-            reduction: What to do with a tile.
-            stage: What a progress bar calls it.
-            writer: Where the results go.
+            reduction: The reduction of a tile.
+            stage: Name of the pass in progress bars.
+            writer: The file that the results are written to.
         """
         outputs = {
             group.index: OutputVector(group.names, group.sizes, group.inputs[0].dtype, writer) for group in self._groups
@@ -139,7 +139,7 @@ def _bytes_to_read(group: TensorGroup) -> int:
 
 
 def _buffer_bytes(groups: Sequence[TensorGroup]) -> int:
-    """Return how many bytes an element takes in what a tile reads into."""
+    """Return the number of bytes that an element takes in the read buffers of a tile."""
     of_values = max((group.inputs[0].dtype.itemsize for group in groups), default=1)
     of_reference = max((group.reference.dtype.itemsize for group in groups if group.reference is not None), default=0)
     return of_values + of_reference

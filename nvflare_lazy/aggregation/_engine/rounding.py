@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From float64 to the type of the result in one rounding, to nearest, ties to even.
+"""Rounding from float64 to the dtype of the result in one step, to nearest, ties to even.
 
 The last step before a tile is written. Torch converts float64 to the narrow types by way of float32, which rounds
-twice: what float32 moves onto the halfway point between two narrow numbers then goes the wrong way half of the time.
+twice: a value that float32 moves onto the halfway point between two narrow numbers is then rounded in the wrong
+direction half of the time.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class _Precision(NamedTuple):
-    """The distance from one to the next larger number of a type, and its least normal number.
+    """The distance from one to the next larger number of a dtype, and its least normal number.
 
-    As the standards have them: `torch.finfo` is wrong about some 8-bit types.
+    The values are those of the standards: `torch.finfo` is wrong about some 8-bit types.
     """
 
     step: float
@@ -40,28 +41,28 @@ _PRECISIONS = {
 NARROW = frozenset(_PRECISIONS)
 #: Floating-point types that results can have.
 FLOATS = NARROW | {torch.float32, torch.float64}
-#: What `round_into` takes of an arena for each element.
+#: Bytes that `round_into` takes from an arena for each element.
 ROUNDING_BYTES = 8
 _EXPONENT = 0x7FF << 52
-# The lower half of a float32 that lies halfway between two numbers of bfloat16, as an integer: the least there is.
+# The lower half of a float32 halfway between two bfloat16 numbers, as an integer: the least int16.
 _HALFWAY = -(1 << 15)
 _LOWER_HALF = 0 if sys.byteorder == "little" else 1
-# Elements of a tile in which such halves are looked for together.
+# Elements of a tile that are searched together for such halves.
 _ROW = 256
-# Far beyond what a narrow type can hold, and far enough from what float64 can.
+# Far beyond the range of the narrow types, and far below the maximum of float64.
 _MAX_POWER = 2.0**900
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: Floating-point types that torch sums fast. A sum is the fastest way to see that all elements are finite.
+#: Floating-point types that torch sums fast. A sum is the fastest check that all elements are finite.
 SUMMABLE = frozenset({torch.float64, torch.float32, torch.bfloat16})
 
 
 def round_into(out: torch.Tensor, values: torch.Tensor, arena: Arena) -> None:
-    """Round float64 values to the type of `out`.
+    """Round float64 values to the dtype of `out`.
 
     Args:
-        out: Where they go. Integers outside of its range become its least or greatest.
+        out: The tensor to write to. Values outside the range of an integer dtype become its minimum or maximum.
         values: The values; overwritten.
-        arena: Memory for what happens on the way.
+        arena: Memory for intermediate values.
     """
     if out.dtype not in FLOATS:
         _round_to_integer(out, values)
@@ -75,18 +76,18 @@ def round_into(out: torch.Tensor, values: torch.Tensor, arena: Arena) -> None:
 
 
 def to_precision(values: torch.Tensor, dtype: torch.dtype, arena: Arena, *, extra_bits: int = 0) -> torch.Tensor:
-    """Return float64 values rounded to numbers of a narrow type, as if it had no greatest one.
+    """Return float64 values rounded to numbers of a narrow dtype, as if it had no maximum.
 
     Args:
         values: The values; overwritten by the result.
-        dtype: The type.
-        arena: Memory for what happens on the way.
-        extra_bits: How many bits more than that the numbers may have; with one, they are the points halfway between
-            two of the type as well.
+        dtype: The dtype.
+        arena: Memory for intermediate values.
+        extra_bits: Number of additional bits of the result; with one, points halfway between two numbers of the dtype
+            are included.
     """
     step, tiny = _PRECISIONS[dtype]
-    # Next to one and a half times the right power of two, the last bit of a float64 is what should be the last bit of
-    # the result. So adding that rounds as it should, and subtracting it changes nothing more.
+    # Next to 1.5 times the right power of two, the last bit of a float64 is the last bit that the result should have.
+    # Adding that number therefore rounds correctly, and subtracting it again is exact.
     far = 1.5 * 2**52 * step / 2**extra_bits
     mark = arena.mark()
     power = arena.take(torch.float64, values.numel())
@@ -99,10 +100,10 @@ def to_precision(values: torch.Tensor, dtype: torch.dtype, arena: Arena, *, extr
 
 
 def _round_to_bfloat16(out: torch.Tensor, values: torch.Tensor, arena: Arena) -> None:
-    """Round twice, by way of float32, which is fast, and mend the few that came out wrong.
+    """Round twice, by way of float32, which is fast, and correct the few results that are wrong.
 
-    Only what the first rounding left halfway between two numbers can. They are so few that NumPy is the better tool:
-    each call of torch lets other threads have the interpreter, and getting it back takes longer than these.
+    Only values that the first rounding moved halfway between two numbers can be wrong. They are so few that NumPy is
+    faster: each call of torch releases the interpreter's lock, and acquiring it again takes longer than these.
     """
     mark = arena.mark()
     halves = arena.take(torch.int16, 2 * values.numel())
@@ -121,10 +122,10 @@ def _round_to_bfloat16(out: torch.Tensor, values: torch.Tensor, arena: Arena) ->
 
 
 def _halfway(halves: torch.Tensor) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Return the places whose lower half is `_HALFWAY`: rows that have any first, for comparing all takes longer."""
+    """Return the positions whose lower half is `_HALFWAY`: first finds rows with any, since comparing all is slower."""
     whole = halves.numel() // (2 * _ROW) * (2 * _ROW)
     rows = (halves[:whole] if whole < halves.numel() else halves).view(-1, 2 * _ROW)
-    # Upper halves are in these as well. One of the same bits, of minus zero for one, costs a look and nothing else.
+    # The rows also contain upper halves. An upper half with these bits, such as that of -0.0, only costs one check.
     candidates = np.flatnonzero(rows.amin(1).numpy() == _HALFWAY)
     row, column = np.divmod(np.flatnonzero(rows.numpy()[candidates][:, _LOWER_HALF::2] == _HALFWAY), _ROW)
     found = candidates[row] * _ROW + column
@@ -143,6 +144,6 @@ def _round_to_integer(out: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _set_nan(out: torch.Tensor, where: torch.Tensor) -> None:
-    # By its bits: which of the many NaNs comes out of an operation depends on where in a tile it stands.
+    # By bits: which of the many NaNs an operation returns depends on the position in the tile.
     bits = _SAME_WIDTH[out.itemsize]
     out.view(bits).masked_fill_(where, torch.tensor(math.nan).to(out.dtype).view(bits))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tile: the same stretch of elements from everybody who has them, and what may go wrong in reading it.
+"""A tile: the same range of elements from every contributor that has them, and the checks when they are read.
 
-What the engine hands to a rule. The elements are read when the rule asks for them, into memory that is used again.
+The engine passes tiles to the reduction of a rule, which reads their elements into reused memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.aggregation._engine.memory_plan import Arena
     from nvflare_lazy.aggregation._engine.tile_io import InputVector
 
-#: What to do about NaN and infinity in a contribution.
+#: Handling of NaN and infinity in a contribution.
 NonFinitePolicy = Literal["keep", "skip", "error"]
 
 
@@ -31,8 +31,8 @@ class ContributionError(Exception):  # never reaches a caller: the engine contin
     """A contribution has to be skipped: it cannot be read, or has values that are not allowed.
 
     Args:
-        contributor: Who it is from.
-        error: What is wrong with it.
+        contributor: The name of its contributor.
+        error: The reason.
     """
 
     def __init__(self, contributor: str, error: Exception) -> None:
@@ -46,14 +46,14 @@ class TensorGroup:
     """Tensors of one type that the same contributors have, as one long vector.
 
     Attributes:
-        index: Which of the groups of a round it is.
-        dtype: Type of the tensors.
-        names: Their names, in order.
-        sizes: How many numbers each of them has.
-        members: Who has them, as indices into the contributors of the round, ascending.
-        contributors: The names of these.
-        inputs: The vectors of these.
-        reference: The vector of the global model, if the rule asked for it.
+        index: Index of the group in the round.
+        dtype: Dtype of the tensors.
+        names: Names of the tensors, in order.
+        sizes: Number of real numbers of each tensor.
+        members: The contributors that have the tensors, as ascending indices into the contributors of the round.
+        contributors: The names of these contributors.
+        inputs: The vectors of these contributors.
+        reference: The vector of the global model, if the rule uses it.
     """
 
     index: int
@@ -66,10 +66,10 @@ class TensorGroup:
     reference: InputVector | None = None
 
     def borrow(self, until: ExitStack) -> None:
-        """Read files by descriptors that are borrowed until the end of a block.
+        """Borrow the descriptors of the files until the end of a block.
 
         Raises:
-            ContributionError: A file is not there any more.
+            ContributionError: If a file no longer exists.
         """
         for contributor, vector in zip(self.contributors, self.inputs, strict=True):
             try:
@@ -81,36 +81,36 @@ class TensorGroup:
 
     @cached_property
     def ends(self) -> list[int]:
-        """Where each tensor ends in the vector."""
+        """The end of each tensor in the vector."""
         return [*accumulate(self.sizes)]
 
     @property
     def numel(self) -> int:
-        """How many numbers each of the vectors has."""
+        """Number of real numbers of each vector."""
         return self.ends[-1]
 
     @property
     def is_float(self) -> bool:
-        """Whether these are floating-point numbers, or complex ones, and no counters or masks."""
+        """Whether the elements are floating-point or complex numbers, not counters or masks."""
         return self.inputs[0].dtype in FLOATS
 
 
 class Tile:
-    """One stretch of a group.
+    """A range of the elements of a group.
 
     Attributes:
         group: The group.
         start: The first element.
-        count: How many.
-        nbytes: Bytes of the contributions in it.
+        count: Number of elements.
+        nbytes: Bytes of the contributions in the range.
         arena: Memory of the thread.
 
     Args:
         group: The group.
         start: The first element.
-        count: How many.
+        count: Number of elements.
         arena: Memory of the thread.
-        non_finite: What to do about NaN and infinity.
+        non_finite: Handling of NaN and infinity.
     """
 
     def __init__(self, group: TensorGroup, start: int, count: int, arena: Arena, non_finite: NonFinitePolicy) -> None:
@@ -124,7 +124,7 @@ class Tile:
         self._reference = None if group.reference is None else arena.take_buffer(group.reference.dtype, count)
 
     def read(self, index: int) -> torch.Tensor:
-        """Return the elements of one member of the group, by its place there; valid until the next call."""
+        """Return the elements of one member of the group, by index; valid until the next call."""
         contributor = self.group.contributors[index]
         try:
             self.group.inputs[index].read(self.start, self._bytes)
@@ -145,20 +145,20 @@ class Tile:
         return self._clean(values)
 
     def _clean(self, values: torch.Tensor) -> torch.Tensor:
-        # A bool is any byte in a file; it may count for no more than one.
+        # In a file, a bool can be any byte; as a number, it is at most 1.
         return values.clamp_(max=1) if self.group.dtype is torch.bool else values
 
     def _where_not_finite(self, contributor: str) -> NonFiniteError:
         found = int((~torch.isfinite(self._values.double())).nonzero()[0])
         index = bisect_right(self.group.ends, self.start + found)
         return NonFiniteError(
-            f"{self.group.names[index]!r} of {contributor!r} holds {self._values[found].item()}: leave that "
-            "contribution out, or keep such values, by on_non_finite"
+            f"{self.group.names[index]!r} of {contributor!r} contains {self._values[found].item()}; set "
+            "on_non_finite='skip' to skip the contribution, or 'keep' to compute with such values"
         )
 
 
 def _all_finite(values: torch.Tensor) -> bool:
-    # A sum is ten times as fast as a look at each element. It may overflow where no element is infinite.
+    # A sum is ten times as fast as a check of each element. It may overflow although all elements are finite.
     if values.dtype in SUMMABLE and torch.isfinite(values.sum()):
         return True
     return bool(torch.isfinite(values.double()).all())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many tensors as one long vector, cut into tiles without regard for where a tensor ends.
+"""Many tensors as one long vector, which is read and written in tiles across tensor boundaries.
 
-Used between the entries of a contribution and the tiles that are reduced. A tile of one large matrix and a tile of a
-thousand biases are the same to all callers; tensors that are adjacent in a file are read with one request.
+Used between the entries of a contribution and its tiles. Callers treat a tile of one large matrix and a tile of a
+thousand biases alike; tensors that are adjacent in a file are read with one request.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
     from nvflare_lazy.tensors.entry import TensorEntry
     from nvflare_lazy.tensors.tensor_file import TensorFile
 
-# A complex number is computed with as two real ones, a bool as zero or one.
+# Complex numbers are processed as two real numbers each, bools as zero or one.
 _NUMBERS = {torch.complex64: torch.float32, torch.bool: torch.uint8}
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of the numbers that elements of `dtype` are computed with as."""
+    """Return the dtype of the real numbers that represent elements of `dtype`."""
     return _NUMBERS.get(dtype, dtype)
 
 
 def real_numel(entry: TensorEntry) -> int:
-    """Return how many real numbers a tensor is made of."""
+    """Return the number of real numbers that a tensor consists of."""
     dtype = entry.dtype
     return entry.numel * (dtype.itemsize // real_dtype(dtype).itemsize)
 
 
 class InputVector:
-    """Tensors of one contributor, all of one type, one after the other.
+    """Tensors of one contributor, all of one dtype, one after the other.
 
-    Inside of its block, files are read by descriptors that are borrowed once, and not for each tile.
+    Inside its `with` block, file descriptors are borrowed once, instead of once for each tile.
 
     Args:
         entries: The tensors, in order.
@@ -78,7 +78,7 @@ class InputVector:
         self._borrowed.close()
 
     def read(self, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the elements from `start` on."""
+        """Fill `buffer` with the elements starting at `start`."""
         offset, done = start * self.dtype.itemsize, 0
         index = bisect_right(self._ends, offset)
         while done < len(buffer):
@@ -92,7 +92,7 @@ class InputVector:
 
 
 def _read_at_once(place: tuple[int, int] | None, part: memoryview, offset: int) -> bool:
-    """Read from a borrowed descriptor; what it does not give, the source has to get, or to say why not."""
+    """Read from a borrowed descriptor; if that fails, return False, and the source reads or raises."""
     if place is None:
         return False
     try:
@@ -108,12 +108,12 @@ class _Stretch(NamedTuple):
 
 
 class OutputVector:
-    """Tensors of a file being written, all of one type, one after the other.
+    """Tensors of a file that is being written, all of one dtype, one after the other.
 
     Args:
-        names: Their names, in order.
-        sizes: How many numbers each of them has.
-        dtype: Type of these numbers.
+        names: Names of the tensors, in order.
+        sizes: Number of real numbers of each tensor.
+        dtype: Dtype of these numbers.
         writer: The file.
     """
 
@@ -129,12 +129,12 @@ class OutputVector:
         self._ends = [stretch.end for stretch in self._stretches]
 
     def write(self, start: int, buffer: memoryview) -> None:
-        """Write the elements from `start` on."""
+        """Write the elements starting at `start`."""
         for name, offset, piece in self.pieces(start, buffer):
             self._writer.write(name, offset, piece)
 
     def pieces(self, start: int, buffer: memoryview) -> Iterator[tuple[str, int, memoryview]]:
-        """Say which bytes of which tensors the elements from `start` on are."""
+        """Yield name, offset and bytes for each tensor in `buffer`, for the elements starting at `start`."""
         offset, done = start * self.dtype.itemsize, 0
         index = bisect_right(self._ends, offset)
         while done < len(buffer):
@@ -145,7 +145,7 @@ class OutputVector:
 
 
 def _joined(sources: Sequence[ByteSource]) -> list[ByteSource]:
-    """Return the sources with those merged that follow each other in a file."""
+    """Return the sources, with adjacent sources of one file merged."""
     joined: list[ByteSource] = []
     last = None
     for source in sources:

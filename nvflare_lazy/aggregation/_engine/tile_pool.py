@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that work through the tiles of a pass, while the caller's thread reports progress and listens for its end.
+"""The thread pool that processes the tiles of a pass, while the calling thread reports progress or cancels.
 
-The motor of the engine. Each thread reads, reduces and writes its own tiles, so that the disk, the cores and the page
-cache are busy at the same time without anybody waiting for a queue.
+Each thread reads, reduces and writes its own tiles, so the disk, the cores and the page cache are busy at the same time
+without waiting for a queue.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _SECONDS_BETWEEN_REPORTS = 0.1
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a pass over the contributions is.
+    """The progress of a pass over the contributions.
 
     Attributes:
-        stage: What the pass is for, for example "mean" or "pairwise distances".
+        stage: The purpose of the pass, for example "mean" or "pairwise distances".
         done: Bytes of contributions that have been read.
-        total: Bytes that there are to read in this pass.
+        total: Bytes to read in this pass.
     """
 
     stage: str
@@ -43,11 +43,11 @@ class Progress:
 
 
 class PassMonitor:
-    """What the caller wants to know while the threads work, and how it calls them off.
+    """Reports the progress of a pass to the caller, and cancels the pass if the caller asks for it.
 
     Args:
-        progress: Called in the caller's own thread now and then, if it got on since.
-        should_cancel: Asked now and then whether to stop: a function, or the `is_set` of an event.
+        progress: Called in the calling thread from time to time, if there is progress.
+        should_cancel: Called from time to time; returns whether to stop. For example, the `is_set` of an event.
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class PassMonitor:
         self._lock = threading.Lock()
 
     def start(self, stage: str, total: int) -> None:
-        """Begin a pass over `total` bytes."""
+        """Start a pass over `total` bytes."""
         self._stage, self._total, self._done = stage, total, 0
         self.poll()
 
     def advance(self, nbytes: int) -> None:
-        """Note that so many bytes have been read."""
+        """Count bytes that have been read."""
         with self._lock:
             self._done += nbytes
 
     def poll(self) -> None:
-        """Report, and raise if the caller has called it off."""
+        """Report progress; raise if the caller has cancelled."""
         if self._should_cancel is not None and self._should_cancel():
-            raise AggregationCancelledError("the aggregation was cancelled; nothing of it was written")
+            raise AggregationCancelledError("aggregation cancelled; no output was written")
         if self._progress is not None:
             report = Progress(self._stage, self._done, self._total)
             if report != self._reported:
@@ -101,7 +101,7 @@ class _Pass(Generic[_Task, _Result]):
 
     def run(self, arena_bytes: int, started: threading.Barrier) -> None:
         try:
-            # A thread that torch has not met yet would take the process's setting at its first operation.
+            # In a new thread, the first operation of torch would apply the setting of the process.
             torch.get_num_threads()
             torch.set_num_threads(1)
             started.wait()
@@ -137,14 +137,14 @@ def run_tiles(
     *,
     collect: Callable[[_Result], object] | None = None,
 ) -> None:
-    """Do all tasks in threads; the first error ends the pass and is raised, once no thread works any more.
+    """Run all tasks in threads; the first error ends the pass, and is raised when all threads have ended.
 
     Args:
-        tasks: What to do, in order.
-        work: Does a task, with memory to do it in.
-        plan: How many threads, and how much memory for each.
-        monitor: Told about progress, and asked whether to go on.
-        collect: Gets the results in the order of the tasks, one at a time.
+        tasks: The tasks, in order.
+        work: Runs a task with the memory of its thread.
+        plan: Number of threads, and memory of each.
+        monitor: Receives progress, and raises if the caller cancels.
+        collect: Called with the results in the order of the tasks, one at a time.
     """
     one_pass = _Pass(tasks, work, collect)
     started = threading.Barrier(plan.threads + 1)
@@ -159,7 +159,7 @@ def run_tiles(
                 thread.start()
             started.wait()
         finally:
-            # In each of ours, torch computes on one thread; other new threads get what they always got.
+            # In the pool's threads, torch computes on one thread; other new threads keep the previous setting.
             torch.set_num_threads(torch_threads)
         for thread in threads:
             while thread.is_alive():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules the field knows, each with its paper, and how to find one by the name it has in a configuration.
+"""The aggregation rules, each with its paper, and `to_rule()`, which finds a rule by its name.
 
-A rule decides how the contributions of a round become one model; the engine does the rest. Each is a small object.
+A rule decides how the contributions of a round become one model; the engine does the rest.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _RULES: dict[str, type[Rule]] = {
 
 
 def rule_names() -> list[str]:
-    """Return the names that `to_rule` knows."""
+    """Return the names that `to_rule` accepts."""
     return [*_RULES]
 
 
 def to_rule(rule: str | Mapping[str, Any] | Rule) -> Rule:
-    """Return the rule that a caller or a configuration names.
+    """Return the rule that a caller or a configuration specifies.
 
     Args:
-        rule: A name, a name with parameters, or a rule. A name with a dot in it is that of a class in a module that
-            can be imported. `byzantine` is accepted for `num_byzantine`.
+        rule: A name, a name with parameters, or a rule. A name that contains a dot is the path of a class to import.
+            `byzantine` is accepted for `num_byzantine`.
 
     Example:
         >>> to_rule({"name": "trimmed_mean", "num_byzantine": 2})
@@ -71,11 +71,11 @@ def to_rule(rule: str | Mapping[str, Any] | Rule) -> Rule:
 def _imported(name: str) -> type[Rule]:
     module, _, attribute = name.rpartition(".")
     if not module:
-        raise ValueError(f"there is no aggregation rule {name!r}; there are {', '.join(_RULES)}")
+        raise ValueError(f"unknown aggregation rule {name!r}; available: {', '.join(_RULES)}")
     try:
         kind = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"there is no aggregation rule {name!r}: {error}") from error
+        raise ValueError(f"cannot import aggregation rule {name!r}: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, Rule)):
-        raise ValueError(f"{name} is no aggregation rule: it must be a subclass of nvflare_lazy.aggregation.Rule")
+        raise ValueError(f"invalid aggregation rule {name!r}: expected a subclass of nvflare_lazy.aggregation.Rule")
     return kind

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sorting the values of a few contributors for very many elements at once, by elementwise minima and maxima.
+"""A sorting network that sorts the contributors' values for all elements of a tile, by minima and maxima.
 
-What the coordinate-wise rules stand on. A sorting network does the same comparisons whatever the data, so each of them
-is one pass of the vector unit over a tile; only those are made that the wanted ranks depend on. The network is
+Used by the coordinate-wise rules. A sorting network makes the same comparisons for all data, so each comparison is one
+pass of the vector unit over a tile; comparisons that do not affect the wanted ranks are omitted. The network is
 Batcher's merge exchange: Knuth, The Art of Computer Programming, volume 3, algorithm 5.2.2 M.
 """
 
@@ -22,7 +22,7 @@ _SIGN = -(1 << 63)
 
 
 class Comparison(NamedTuple):
-    """One comparison of a network: the smaller goes to `low`, the larger to `high`, where they are needed."""
+    """One comparison of a network: the smaller value goes to `low`, the larger to `high`, if they are needed."""
 
     low: int
     high: int
@@ -32,12 +32,12 @@ class Comparison(NamedTuple):
 
 @cache
 def sorting_network(wires: int, first: int, last: int) -> tuple[Comparison, ...]:
-    """Return comparisons that bring the right values to the wires `first` to `last`, in order.
+    """Return the comparisons, in order, after which wires `first` to `last` hold the values of these ranks.
 
     Args:
-        wires: How many values there are.
-        first: The lowest rank that is wanted.
-        last: The highest.
+        wires: Number of values.
+        first: The lowest wanted rank.
+        last: The highest wanted rank.
     """
     wanted = set(range(first, last + 1))
     kept = []
@@ -64,20 +64,20 @@ def _merge_exchange(wires: int) -> list[tuple[int, int]]:
 
 
 def bytes_for_sorting(contributors: int) -> int:
-    """Return how many bytes `sorted_values` takes for each element, at most."""
+    """Return the maximum number of bytes that `sorted_values` takes for each element."""
     return 8 * (contributors + 1)
 
 
 def sorted_values(tile: Tile, indices: list[int], first: int, last: int) -> list[torch.Tensor]:
     """Return the values with ranks `first` to `last`, element by element; a NaN ranks as infinity.
 
-    The values are exact, in a type that is at least as wide as theirs; a zero comes out positive.
+    The values are exact, in a dtype at least as wide as theirs; zeros are positive.
 
     Args:
-        tile: Where to read.
-        indices: Whose values, as places in the tile's group.
-        first: The lowest rank that is wanted.
-        last: The highest.
+        tile: The tile to read.
+        indices: The contributors, as indices into the members of the tile's group.
+        first: The lowest wanted rank.
+        last: The highest wanted rank.
     """
     dtype = tile.group.inputs[0].dtype
     wide = torch.int64 if dtype not in FLOATS else torch.float64 if dtype == torch.float64 else torch.float32
@@ -101,12 +101,12 @@ def sorted_values(tile: Tile, indices: list[int], first: int, last: int) -> list
 def _load(wire: torch.Tensor, values: torch.Tensor) -> None:
     if wire.dtype == torch.int64:
         if values.dtype == torch.uint64:
-            # The order of unsigned numbers, in signed ones.
+            # Flipping the sign bit makes the signed order the unsigned one.
             torch.bitwise_xor(values.view(torch.int64), _SIGN, out=wire)
         else:
             wire.copy_(values)
         return
-    # Which of two zeros with different signs a minimum returns depends on where in a tile they stand.
+    # Which of two zeros with different signs a minimum returns depends on their position in the tile.
     wire.copy_(values).add_(0.0)
     if not torch.isfinite(wire.sum()):
         wire.nan_to_num_(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule is: it says what it needs, looks at whole updates if it must, and names the reduction of their tiles.
+"""`Rule`, the base class of aggregation rules, and `CoordinateRule`, for functions of one element's values.
 
-The one thing to write for a new way of aggregating. The simplest kind, a function of the values that contributors
-have for one element, is `CoordinateRule`.
+A rule declares its requirements, computes statistics of whole updates if necessary, and returns the reduction of their
+tiles. To add a way of aggregating, write a rule.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class RoundContext:
-    """What a rule sees of a round before the tiles are reduced.
+    """The view of a round that a rule has before the tiles are reduced.
 
     Attributes:
         names: The contributors, in order.
         weights: Their weights, as passed by the caller.
         params_type: "FULL" if the updates are whole models, "DIFF" if they are differences from the global model.
         has_reference: Whether the caller passed the global model.
-        decisions: What the rule has added to the report so far.
+        decisions: The values that the rule has added to the report so far.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class RoundContext:
 
 
 class Rule(ABC):
-    """A way to make one model of many.
+    """A way to aggregate many models into one.
 
-    A subclass is a frozen dataclass whose fields are its parameters, or a plain class without any.
+    A subclass is a frozen dataclass whose fields are its parameters, or a plain class without parameters.
 
     Attributes:
-        name: What it is called in a configuration; empty for a rule that is only given as an object.
-        uses_weights: Whether the weights that contributors come with count. Robust rules do not let them: a weight is
-            a claim of the contributor.
-        uses_reference: Whether it reads the global model.
+        name: The name in configurations; empty for a rule that is only passed as an object.
+        uses_weights: Whether the rule uses the contributors' weights. Robust rules ignore them, because a weight is a
+            claim of the contributor.
+        uses_reference: Whether the rule reads the global model.
         requires_all_tensors: Whether each contributor must have all tensors. Otherwise, contributors without a tensor
-            do not count for it. Robust rules require it, and so does `compute_statistic`.
-        uses_order: Whether it sorts or compares elements. Complex numbers have no order, so it refuses them.
+            are ignored for that tensor. Robust rules require all tensors, and so does `compute_statistic`.
+        uses_order: Whether the rule orders elements. Complex numbers have no order, so the rule rejects them.
     """
 
     name: ClassVar[str] = ""
@@ -88,29 +88,29 @@ class Rule(ABC):
 
     @property
     def min_contributors(self) -> int:
-        """The least number of contributors with which the rule keeps its promise."""
+        """The minimum number of contributors for which the guarantees of the rule hold."""
         return 1
 
     @abstractmethod
     def prepare(self, this_round: RoundContext) -> Reduction:
-        """Return how the tiles of a round are reduced.
+        """Return the reduction for the tiles of a round.
 
         Args:
             this_round: The contributors, and access to statistics of their updates.
         """
 
     def describe(self) -> dict[str, Any]:
-        """Return name and parameters, as plain values."""
+        """Return the name and the parameters, as plain values."""
         rule: object = self
         parameters = {field.name: getattr(rule, field.name) for field in fields(rule)} if is_dataclass(rule) else {}
         return {"name": self.name or type(self).__name__, **parameters}
 
 
 class CoordinateRule(Rule):
-    """A rule that looks at one element at a time: subclasses say how its values are combined.
+    """A rule that combines the contributors' values of one element at a time.
 
     Attributes:
-        workspace_factor: How much memory `combine` takes for itself, in multiples of its `values`.
+        workspace_factor: Memory that `combine` allocates, in multiples of its `values`.
     """
 
     uses_order: ClassVar[bool] = True
@@ -118,15 +118,15 @@ class CoordinateRule(Rule):
 
     @abstractmethod
     def combine(self, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Combine the values that contributors have for some elements.
+        """Combine the contributors' values of some elements.
 
         Args:
-            values: Float64, a row for each contributor and a column for each element. May be written to.
+            values: Float64, one row for each contributor and one column for each element. May be overwritten.
             weights: Float64, one for each contributor.
 
         Returns:
-            Float64, one for each element; rounded to the type of the tensors by the caller. Must not depend on the
-            other columns.
+            Float64, one value for each element; the caller rounds it to the dtype of the tensors. The result of a
+            column must not depend on other columns.
         """
 
     def prepare(self, this_round: RoundContext) -> Reduction:
@@ -151,6 +151,6 @@ class _Combination(Reduction):
         if combined.shape != (tile.count,) or combined.dtype != torch.float64:
             raise TypeError(
                 f"{type(self._rule).__name__}.combine must return {tile.count} float64 numbers, one for each column, "
-                f"and not {tuple(combined.shape)} of {combined.dtype}"
+                f"got {tuple(combined.shape)} of {combined.dtype}"
             )
         round_into(out, combined, tile.arena)

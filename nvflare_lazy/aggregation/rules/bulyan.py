@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bulyan: Krum chooses updates, and of each element only the values around their median count.
+"""Bulyan: selects updates by Krum, then averages for each element the values closest to their median.
 
 El Mhamdi, Guerraoui, Rouault: The Hidden Vulnerability of Distributed Learning in Byzantium, ICML 2018,
-https://arxiv.org/abs/1802.07927. Stands liars that put all of their malice into one element, which Krum alone lets
-through.
+https://arxiv.org/abs/1802.07927. Tolerates malicious contributors that change a single element by a large amount, which
+Krum alone does not.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bulyan(Rule):
-    """Chooses n - 2f updates by Krum, one after the other; of each element, the n - 4f closest to its median count.
+    """Selects n - 2f updates by Krum, one at a time; averages for each element the n - 4f closest to its median.
 
     Args:
-        num_byzantine: How many contributors may lie, the f.
+        num_byzantine: Number of malicious (Byzantine) contributors to tolerate, f.
     """
 
     num_byzantine: int = 1
@@ -79,7 +79,7 @@ class _AroundTheMedian(Reduction):
         mean_into(out, closest.__getitem__, Weights.of([1] * keep), tile.arena)
 
     def _closest(self, values: list[torch.Tensor], keep: int, tile: Tile) -> list[torch.Tensor]:
-        """Return the values closest to the median: a window of the sorted ones that slides up while that is closer."""
+        """Return the values closest to the median: a window over the sorted values, moved up while that is closer."""
         arena, count = tile.arena, tile.count
         median, below, above = (arena.take(torch.float64, count) for _ in range(3))
         slides = arena.take(torch.bool, count)

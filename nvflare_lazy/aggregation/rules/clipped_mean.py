@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mean of updates whose norm is clipped, with Gaussian noise if asked: central differential privacy.
+"""The mean of updates with clipped norms and optional Gaussian noise: central differential privacy.
 
 McMahan, Ramage, Talwar, Zhang: Learning Differentially Private Recurrent Language Models, ICLR 2018,
-https://arxiv.org/abs/1710.06963. Clipping bounds what any one contributor can do to the mean; noise in proportion to
-that bound hides whether they took part at all.
+https://arxiv.org/abs/1710.06963. Clipping bounds the influence of each contributor on the mean; noise in proportion to
+that bound hides whether a contributor participated at all.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
     from nvflare_lazy.aggregation.reduction import Reduction
     from nvflare_lazy.aggregation.rules.base import RoundContext
 
-# Each block of the model has its own random stream: the noise of an element depends on the seed and the place of the
-# element, whatever tile it is in and whichever thread adds it.
+# Each block of the model has its own random stream: the noise of an element depends on the seed and the position of the
+# element, and not on its tile or thread.
 _BLOCK = 16384
 
 
 @dataclass(frozen=True)
 class ClippedMean(Rule):
-    """The weighted mean of updates that are scaled down to a norm, plus noise.
+    """The weighted mean of updates that are scaled down to a maximum norm, plus noise.
 
-    An update is the difference from the global model; so if the contributors send whole models, the global model has
-    to be given as `reference`. The norm is that of all floating-point tensors together. Integers are averaged with
-    the same scaling, and get no noise.
+    An update is the difference from the global model. If the contributors send whole models, pass the global model as
+    `reference`. The norm is computed over all floating-point tensors together. Integers are averaged with the same
+    scaling, without noise.
 
     Args:
-        clip_norm: The norm that no update exceeds.
-        noise_multiplier: The standard deviation of the noise, in multiples of what one contributor can move the mean:
-            `clip_norm` times the largest weight over the sum of the weights.
-        seed: Where the noise begins; from the operating system, if not given. Give one for tests only: who knows it
-            can take the noise away.
+        clip_norm: The maximum norm of an update.
+        noise_multiplier: The standard deviation of the noise, in multiples of the largest influence of one contributor
+            on the mean: `clip_norm` times the largest weight over the sum of the weights.
+        seed: Seed of the noise. Default: from the operating system. Set it only in tests, because the noise can be
+            removed by anyone with the seed.
     """
 
     clip_norm: float
@@ -64,22 +64,22 @@ class ClippedMean(Rule):
             raise ValueError(f"noise_multiplier must be zero or a positive number, not {self.noise_multiplier!r}")
 
     def describe(self) -> dict[str, Any]:
-        """Return name and parameters, but never the seed."""
+        """Return the name and the parameters, except the seed."""
         return {"name": self.name, "clip_norm": self.clip_norm, "noise_multiplier": self.noise_multiplier}
 
     def prepare(self, this_round: RoundContext) -> Reduction:
         is_full = this_round.params_type == "FULL"
         if is_full and not this_round.has_reference:
             raise MissingReferenceError(
-                "clipped_mean clips differences from the global model, and the contributors send whole models: give "
-                "the global model as reference, or send differences and say params_type='DIFF'"
+                "clipped_mean clips differences from the global model, but the contributions are whole models; pass "
+                "the global model as reference, or send differences and set params_type='DIFF'"
             )
         norms = np.sqrt(this_round.compute_statistic(SquaredNorms(from_reference=is_full)))
         factors = np.minimum(1.0, self.clip_norm / np.maximum(norms, np.finfo(float).tiny))
         weights = np.asarray(this_round.weights, dtype=np.float64)
         std = self.noise_multiplier * self.clip_norm * float(weights.max() / weights.sum())
         if std:
-            # What is said of single contributors would tell what the noise is to hide.
+            # Values of single contributors would reveal what the noise has to hide.
             this_round.annotate(noise_std=std, seeded_by="caller" if self.seed is not None else "operating system")
         else:
             this_round.annotate(
@@ -98,8 +98,8 @@ class GaussianNoise:
     """Independent normal noise.
 
     Args:
-        std: Its standard deviation.
-        seed: Where to begin; from the operating system, if not given. Who knows it can take the noise away.
+        std: Standard deviation.
+        seed: The seed. Default: from the operating system. The noise can be removed by anyone with the seed.
     """
 
     def __init__(self, std: float, seed: int | None = None) -> None:
@@ -108,7 +108,7 @@ class GaussianNoise:
         self._key = np.random.SeedSequence(entropy).generate_state(2, np.uint64)
 
     def add_to(self, values: torch.Tensor, tile: Tile) -> None:
-        """Add the noise of a tile to its values."""
+        """Add noise to the values of a tile."""
         array = values.numpy()
         stop = tile.start + tile.count
         for number in range(tile.start // _BLOCK, -(-stop // _BLOCK)):

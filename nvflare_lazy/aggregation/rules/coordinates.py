@@ -2,9 +2,9 @@
 """Coordinate-wise median and trimmed mean.
 
 Yin, Chen, Kannan Ramchandran, Bartlett: Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML
-2018, https://arxiv.org/abs/1803.01498. For each element by itself, so that liars can be other ones in each. Weights do
-not count, a NaN counts as infinity, and who lacks a tensor does not take part: whoever chooses where to be counted
-chooses where to be in the majority.
+2018, https://arxiv.org/abs/1803.01498. Both treat each element separately, so the malicious contributors may differ
+from element to element. Weights are ignored, NaN is treated as infinity, and contributions without a tensor are
+skipped: a contributor that chooses its tensors would choose where it is in the majority.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Median(Rule):
-    """The median of each element; of an even number of values, the mean of the middle two.
+    """The median of each element; for an even number of values, the mean of the middle two.
 
-    Holds as long as fewer than half of the contributors lie.
+    Tolerates malicious contributors as long as they are fewer than half.
     """
 
     name: ClassVar[str] = "median"
@@ -45,7 +45,8 @@ class TrimmedMean(Rule):
     """The mean of each element without its smallest and its largest values.
 
     Args:
-        num_byzantine: How many contributors may lie; as many values are left out on each side.
+        num_byzantine: Number of malicious (Byzantine) contributors to tolerate: the number of values removed on each
+            side.
     """
 
     num_byzantine: int = 1
@@ -84,7 +85,7 @@ class _MiddleMean(Reduction):
 
 
 def check_num_byzantine(num_byzantine: int) -> None:
-    """Raise unless it is a number of contributors."""
+    """Raise if the value is not a number of contributors."""
     if type(num_byzantine) is not int or num_byzantine < 0:
         raise ValueError(
             f"num_byzantine (malicious contributors to tolerate) must be a non-negative integer, got {num_byzantine!r}"

@@ -2,8 +2,8 @@
 """The geometric median: the model whose distances to the updates have the smallest weighted sum.
 
 Pillutla, Kakade, Harchaoui: Robust Aggregation for Federated Learning, IEEE Transactions on Signal Processing 2022,
-https://arxiv.org/abs/1912.13445: the smoothed Weiszfeld algorithm. Holds as long as liars have less than half of the
-weight.
+https://arxiv.org/abs/1912.13445: the smoothed Weiszfeld algorithm. Tolerates malicious contributors with less than half
+of the weight.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 class GeometricMedian(Rule):
     """The weighted geometric median, by the smoothed Weiszfeld algorithm.
 
-    Each of its iterates is a weighted mean of the updates, so all of them are found from the distances between updates,
-    in one pass over these.
+    Each iterate is a weighted mean of the updates, so all iterates are computed from the distances between updates, in
+    one pass over the updates.
 
     Args:
-        smoothing: Distances below this count as this much.
-        iterations: How many steps are made at most.
-        tolerance: Stop when no weight changes by more than this.
+        smoothing: Minimum distance; smaller distances are raised to this value.
+        iterations: Maximum number of iterations.
+        tolerance: Stop when no weight changes by more than this value.
     """
 
     smoothing: float = 1e-6
@@ -57,9 +57,9 @@ class GeometricMedian(Rule):
     def _solve(
         self, distances: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]
     ) -> tuple[np.ndarray[Any, Any], int]:
-        """Return the share of each update in the median, and how many steps it took."""
+        """Return the share of each update in the median, and the number of iterations."""
         weights = weights / weights.sum()
-        # Whoever is infinitely far from everybody has no influence; infinities would make all of the rest NaN.
+        # An update infinitely far from all others gets no weight: infinities would make all other shares NaN.
         reachable = np.isfinite(distances).sum(axis=1) > 1
         if reachable.any():
             weights = np.where(reachable, weights, 0.0)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Krum and Multi-Krum: the updates that lie closest to the most others.
+"""Krum and Multi-Krum: select the updates that are closest to most others.
 
 Blanchard, El Mhamdi, Guerraoui, Stainer: Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent,
-NeurIPS 2017, https://arxiv.org/abs/1703.02757. Updates are compared as a whole, by their floating-point tensors;
-weights do not count.
+NeurIPS 2017, https://arxiv.org/abs/1703.02757. Whole updates are compared, by their floating-point tensors; weights are
+ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def krum_scores(distances: np.ndarray[Any, Any], num_byzantine: int) -> np.ndarray[Any, Any]:
-    """Return for each update the sum of the squared distances to its closest n - f - 2 others, at least to one.
+    """Return for each update the sum of the squared distances to its n - f - 2 (at least 1) closest updates.
 
     Args:
         distances: Squared distances of all pairs.
@@ -39,10 +39,10 @@ def krum_scores(distances: np.ndarray[Any, Any], num_byzantine: int) -> np.ndarr
 
 @dataclass(frozen=True)
 class Krum(Rule):
-    """The one update with the best score, unchanged; of equal ones, the first by name.
+    """The update with the lowest score, unchanged; in a tie, the first by name.
 
     Args:
-        num_byzantine: How many contributors may lie.
+        num_byzantine: Number of malicious (Byzantine) contributors to tolerate.
     """
 
     num_byzantine: int = 1
@@ -67,11 +67,11 @@ class Krum(Rule):
 
 @dataclass(frozen=True)
 class MultiKrum(Rule):
-    """The mean of the updates with the best scores.
+    """The mean of the updates with the lowest scores.
 
     Args:
-        num_byzantine: How many contributors may lie.
-        num_selected: How many updates are averaged, at most n - f - 2 of n; that many, if not given.
+        num_byzantine: Number of malicious (Byzantine) contributors to tolerate.
+        num_selected: Number of updates to average, at most n - f - 2 of n. Default: n - f - 2.
     """
 
     num_byzantine: int = 1
@@ -84,7 +84,7 @@ class MultiKrum(Rule):
         check_num_byzantine(self.num_byzantine)
         if self.num_selected is not None and self.num_selected < 1:
             raise ValueError(
-                f"num_selected is how many updates are averaged, at least 1, and not {self.num_selected!r}"
+                f"num_selected (number of updates to average) must be at least 1, not {self.num_selected!r}"
             )
 
     @property

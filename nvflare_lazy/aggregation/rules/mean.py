@@ -2,7 +2,7 @@
 """The weighted mean: federated averaging.
 
 McMahan, Moore, Ramage, Hampson, Agüera y Arcas: Communication-Efficient Learning of Deep Networks from Decentralized
-Data, AISTATS 2017, https://arxiv.org/abs/1602.05629. It trusts everybody: one contributor can move it anywhere.
+Data, AISTATS 2017, https://arxiv.org/abs/1602.05629. It trusts all contributors: a single one can set any result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mean(Rule):
-    """The mean, weighted by what the caller gives."""
+    """The mean, with the weights that the caller passes."""
 
     name: ClassVar[str] = "mean"
     uses_weights: ClassVar[bool] = True
