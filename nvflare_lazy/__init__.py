@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An out-of-core tensor layer for NVIDIA FLARE: model updates live on disk and still look like `torch.Tensor`s.
+"""Out-of-core model updates for NVIDIA FLARE: tensors stay on disk and behave like `torch.Tensor`s.
 
     open(path)              any checkpoint as a LazyTensorDict, without reading tensor data
     save(tensors, path)     lazy or ordinary tensors to safetensors, streamed and atomic
     aggregate(contributions, out=...)   combine models tile by tile, within a memory budget
     install()               make NVFlare of this process send lazily, and receive on disk
-    LazyTensor, LazyTensorDict          what these hand out
+    LazyTensor, LazyTensorDict          the tensors and models that these return
 
-Names are imported when they are first used: so opening a file never imports NVFlare.
+Names are imported on first use, so opening a file never imports NVFlare.
 """
 
 from __future__ import annotations

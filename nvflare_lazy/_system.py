@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operating system says about this process and this machine: cores, memory and mounted file systems."""
+"""Properties of this process and this machine: available cores, memory in use and mounted file systems."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes as people write and read them ("256MiB", "1.5 GB", "5%"), and untrusted text in messages."""
+"""Text for users: sizes such as "256MiB", "1.5 GB" or "5%", and untrusted text quoted in messages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schema of a round: contributors, weights, and the names, shapes and dtypes of tensors, before data is read.
+"""The schema of a round, resolved before data is read: contributors, weights, tensor names, shapes and dtypes.
 
 Contributions are untrusted. The majority of them, or the global model, defines the expected schema; a contribution that
 differs raises an error or is skipped, as the caller chooses.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m nvflare_lazy.cli`, for where the `nvflare-lazy` script is not on the path."""
+"""`python -m nvflare_lazy.cli`, for environments without the `nvflare-lazy` script on the path."""
 
 from nvflare_lazy.cli import main
 

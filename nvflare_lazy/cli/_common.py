@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the subcommands have in common: options, output paths, progress bars, and text for a terminal.
+"""Shared parts of the subcommands: options, output paths, progress bars, and text for a terminal.
 
-A file's own words are never trusted with the terminal: the name of a tensor may hold escape sequences.
+Text from a file is never printed as it is: the name of a tensor may contain escape sequences.
 """
 
 from __future__ import annotations

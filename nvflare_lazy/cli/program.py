@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program around the subcommands: the list of commands, exit codes and signals.
+"""The command-line program: list of subcommands, exit codes and signals.
 
 A subcommand prints its findings and raises its errors. An error becomes an exit code and one line on stderr, and a
 signal ends the process as a shell expects.

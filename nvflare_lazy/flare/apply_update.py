@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ModelUpdate`: the next global model from the aggregate, by adding differences or by a server optimizer.
+"""`ModelUpdate`: computes the next global model from the aggregate, by addition or with a server optimizer.
 
 `LazyAggregator` and `LazyScaffold` use it as the last step of a round. `aggregation.server_optimizers` has the
 optimizers; this module chooses the one that a job configures, its learning rate in each round, and where its state is.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job's checkpoints on disk: the global model, the best one, the last few rounds, and which round came last.
+"""`CheckpointStore`: a job's checkpoints on disk: the global model, the best model and those of the last rounds.
 
 Where the persistor puts what aggregation wrote. A file that holds exactly the model gets one more name instead of a
 copy. The record of the last round is replaced last and atomically, so a job that is killed at any moment finds the

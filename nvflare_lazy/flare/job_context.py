@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How our components find each other, and the global model, in NVFlare's context of a job."""
+"""Lookup of the package's components, and of the global model, in NVFlare's context of a job."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LazyModelPersistor`: where a job's global model comes from and where it goes, never whole in memory.
+"""`LazyModelPersistor`: loads and saves a job's global model on disk, tensor by tensor.
 
-It begins a round with lazy tensors of a file and ends it by giving the file that aggregation wrote its name.
+A round starts with lazy tensors of a file. To save, the persistor adds a name to the file that aggregation wrote.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ModelOutput`: path and owner of a new model's file, in the directory of the checkpoints or in the job's scratch.
+"""`ModelOutput`: the path and the owner of a new model's file, among the checkpoints or in the job's scratch.
 
 A file in the directory of the checkpoints becomes a checkpoint by a second name, without a copy. In both
 places the file is removed with the last reference to its tensors.

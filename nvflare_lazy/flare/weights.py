@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's weights as NVFlare passes them around, and as recipes of lazy tensors.
+"""Conversion between NVFlare's dictionaries of weights and entries of lazy tensors.
 
-NVFlare's components hand each other plain dictionaries of tensors or of NumPy arrays. Whatever enters or leaves this
-package in a job goes through here.
+NVFlare's components exchange plain dictionaries of tensors or NumPy arrays. All weights that enter or leave this
+package in a job are converted here.
 """
 
 from __future__ import annotations

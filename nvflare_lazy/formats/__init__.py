@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes on disk to lazy tensors and back: safetensors, whole and sharded, and every kind of PyTorch checkpoint.
+"""Checkpoint formats: reads safetensors and PyTorch files as lazy tensors, and writes safetensors files.
 
-Works without NVFlare. What the transport receives, the aggregation writes and the command line shows goes through here.
+Does not depend on NVFlare. The transport, aggregation and the command line read and write all files through it.
 """
 
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replacement of one checkpoint by the next, atomic even if the power fails.
+"""Atomic replacement of one checkpoint by the next, even if the power fails.
 
-The last step of every save. A single file is replaced by one rename. Shards cannot, so they appear under names
-that no checkpoint of the directory uses, and count only once an index names them.
+The last step of every save. A single file is replaced by one rename. Several shards cannot be, so they are published
+under names that no checkpoint in the directory uses, and become valid when an index lists them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A new file that gets its name when it is complete: readers see all of it or nothing.
+"""`AtomicFile`: a new file that gets its name when it is complete, so readers see all of it or nothing.
 
-What every checkpoint is written with, at the end of a round and on the command line. Where the file system can, the
-file has no name at all until then, so that the kernel removes it with the process, even after `kill -9`.
+All checkpoints are written with it. If the file system supports it, the file has no name at all until then, so that the
+kernel removes it with the process, even after `kill -9`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`open(path)`: any checkpoint as lazy tensors, recognized by its content, not by its name.
+"""`open()`: opens any checkpoint as lazy tensors; the format is recognized by content, not by name.
 
-Where the walk of a round begins, with an initial model, and what its last one is looked at with.
+Used for initial models, for the results of aggregation, and by users.
 """
 
 from __future__ import annotations

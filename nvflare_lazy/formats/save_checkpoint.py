@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving tensors to safetensors files as a stream: at most one tile of a lazy tensor is in memory.
+"""`save()`: writes tensors to safetensors files as a stream, with at most one tile of a lazy tensor in memory.
 
-The end of a round (the new global model), of a conversion, and of whatever a user computed.
+Saves the new global model of a round, converted checkpoints, and models that users compute.
 """
 
 from __future__ import annotations

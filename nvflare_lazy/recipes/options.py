@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments that our recipes add to NVFlare's, and the components that they add to a job."""
+"""The arguments that the recipes add to those of NVFlare, and the components that they add to a job."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk space that a run may use: leased directories for received tensors, a quota, and cleanup.
+"""Scratch space: leased directories on disk for received tensors, with a quota and cleanup.
 
 The transport writes received tensors here. Lazy tensors own the directory of their file, which is removed with the
 last of them.

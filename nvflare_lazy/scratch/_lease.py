@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lease on a job's directory: a file next to it that is locked while its owner runs.
+"""The lease on a job's directory: a file in the same directory that is locked while its owner runs.
 
 The kernel drops the lock when the process ends, however it ends. The lease is created before the directory and removed
 after it, so that no process sees a directory without a lease, or a lease without its lock and its record. The record

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes a job holds on disk: counted against its quota, and against the space that must stay free.
+"""`Quota`: limits the bytes of a job on disk, by its own quota and by the space that must stay free.
 
 A download reserves bytes through its `QuotaReservation` before they are written. All of them are released with it.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remove the scratch of processes that no longer exist: a process that was killed cannot do it itself.
+"""Removes the scratch of processes that no longer exist; a process that was killed cannot remove its own.
 
 Runs whenever a job opens its scratch, and from the command line. Any number of processes may do it at the same time,
 while others open or release theirs.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of finished downloads, which the next downloads write over.
+"""Files of finished downloads, kept so that later downloads overwrite them.
 
 A round receives as much as the round before. Writing to pages that are already in the page cache is several times as
 fast as allocating new ones, and a receiver mostly writes.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories reached through descriptors, descriptors that end with their process, and system errors by name.
+"""Directory operations relative to descriptors, descriptors closed in forked processes, and system errors.
 
 No function follows a link or looks a path up twice. All of scratch uses them.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file being received: written from many threads, within the quota, never under a name from outside."""
+"""`ScratchFile`: a file for received tensors, written from many threads, within the quota."""
 
 from __future__ import annotations
 

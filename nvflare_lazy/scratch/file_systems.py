@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file system that a directory is on: one in memory is of no use to a program that saves memory.
+"""The file system of a directory: its type, and whether it is in memory, where scratch would save nothing.
 
 `JobScratch.open` inspects its root, and so does `nvflare-lazy doctor`.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of `LazyArray`: those of the loaded array.
+"""The operators of `LazyArray`, which call the operators of the loaded array.
 
-They do not use NumPy's mixin, which calls ufuncs: `array ** 2` and `array == "text"`, for example, differ from those.
+They do not use NumPy's mixin, which calls ufuncs: `array ** 2` and `array == "text"`, for example, differ from ufuncs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One long read by several threads.
+"""Long reads that are split among several threads.
 
 One core copies from the page cache more slowly than memory allows. Long reads are therefore split into pieces that
 several threads read; short reads, which are the most frequent, never reach this module.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The storage that lazy tensors share: a byte source, and its memory once code has taken a pointer to it.
+"""The storage that lazy tensors share: a byte source, and memory after other code has requested a pointer.
 
 A lazy tensor is a geometry over such a storage, as an ordinary tensor is one over a `torch.UntypedStorage`.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's operators, as far as `LazyTensor` depends on them: what their schemas declare, and which form one call.
+"""The properties of torch's operators that `LazyTensor` depends on: writes, views and composites.
 
-Separate from `lazy_tensor` because it is about torch and not about any one tensor.
+Separate from `lazy_tensor` because it describes torch, not a tensor.
 """
 
 from __future__ import annotations

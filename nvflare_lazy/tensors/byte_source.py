@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a lazy tensor: any object that can fill a buffer from an offset.
+"""`ByteSource`, the bytes of a lazy tensor: fills a buffer, starting at an offset.
 
 The base module of the package. Files, memory, strided views and tensors still at their sender all implement
 `ByteSource`; the other modules ask for byte ranges, whatever their origin.

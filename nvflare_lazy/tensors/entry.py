@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TensorEntry`: type, geometry and byte source of one readable tensor; `entry_of` makes one of any tensor or array.
+"""`TensorEntry`: dtype, shape, strides and byte source of a tensor; `entry_of()` creates one from any value.
 
 Readers, receivers, aggregation and saving describe tensors with entries, ten thousands of them at almost no cost.
 `LazyTensorDict` makes lazy tensors of the entries that are used.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row-major bytes of a strided view, such as a transposed, sliced or expanded tensor of a file.
+"""The row-major bytes of a strided view, such as a transposed, sliced or expanded tensor in a file.
 
 Used wherever a view is read by tiles. No read holds more of the storage than a block, and the bytes between the
 elements are skipped where skipping is cheaper than reading them.

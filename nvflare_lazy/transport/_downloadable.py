@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sender's end of a download: a payload, and what NVFlare's download protocol calls to serve it.
+"""The sender's side of a download: `Payload`, and the object through which NVFlare's protocol serves it.
 
 Each request names the bytes it needs, so the sender keeps nothing about its receivers: one that is far behind, or asks
 twice, costs the sender no memory.

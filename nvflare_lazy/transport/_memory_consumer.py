@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receives a payload into memory, each tensor into the memory it will stay in."""
+"""Receives a payload into memory, each tensor directly into its final buffer."""
 
 from __future__ import annotations
 

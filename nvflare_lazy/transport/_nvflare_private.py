@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything this package uses of NVFlare that NVFlare does not promise, in one place.
+"""All private names of NVFlare that this package uses.
 
-A test goes through these names one by one, so that a release of NVFlare that changes one of them fails a test with
-its name on it and not a transfer with a riddle.
+A test checks these names one by one: if a release of NVFlare changes a name, the test fails and names it, instead of a
+transfer that fails with an unclear error.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placeholders of values in a message, and the payloads that they refer to; the decomposers write and read them.
+"""Placeholders for tensors and arrays in a message, and the references to the payloads that contain them.
 
 The placeholders of a message's first payload are as NVFlare writes them, those of further payloads name theirs. A
 placeholder also has the value's dtype and shape, which a receiver without this package does not look at.

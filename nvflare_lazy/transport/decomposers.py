@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decomposers that NVFlare's serializer calls for each tensor and array in a message, to encode and to decode it.
+"""The decomposers that NVFlare's serializer calls to encode and decode each tensor and array in a message.
 
 A message has a small placeholder for each tensor, and one datum for each payload with the location to download it from.
 The first payload's placeholders are as NVFlare writes them, so that a receiver without this package can read them.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one object that the transfers of a process share, and the switch between receiving on disk and in memory.
+"""`TransferRuntime`: the shared state of all transfers of a process, and the switch between disk and memory.
 
 NVFlare passes no arguments to decomposers, so they find it here. A job's component sets the mode for the time of the
 job. NVFlare's own `enable_tensor_disk_offload` decides if nothing here was set, on whatever cell NVFlare set it. One

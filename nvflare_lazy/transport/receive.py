@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receiver's end of NVFlare's own download protocol: receives one payload, in the best way offered.
+"""The receiver's side of a download: receives one payload, in the best way that the sender offers.
 
 NVFlare's `download_object` makes the first contact, retries, confirms that everything has arrived, and tells the sender
 when the download ends early. Everything between the first answer and the last is done here.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""References to tensors that stay with their sender, which a forwarding hop sends on instead of the tensors.
+"""References to tensors that are still at their sender; a forwarding hop sends them instead of the tensors.
 
 A hop (the client job, between server and trainer) decodes a message without downloading anything, and gets references
 to where the tensors are. It can send them on, whatever number of payloads they come from, and read one if it must.

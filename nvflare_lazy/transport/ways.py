@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways in which a payload can travel, best first: the one list that a further way is added to.
+"""The list of transfer methods for payloads (`WAYS`), best first; add a new method here.
 
 A sender offers a payload in every way that it can; the receiver takes the first way that it recognizes an offer of.
 Offers travel in the state of NVFlare's download protocol, where a receiver without this package echoes what it does not

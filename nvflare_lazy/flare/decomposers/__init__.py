@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importing this package is `nvflare_lazy.install()`, for NVFlare's setting that names a package to import.
+"""Calls `nvflare_lazy.install()` when imported, for NVFlare's setting `nvflare_decomposers`.
 
 `"nvflare_decomposers": "nvflare_lazy.flare.decomposers"` in a site's `resources.json` makes all of its jobs lazy.
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a byte source to a file, a tile at a time: what saving and converting do with each lazy tensor.
+"""Copies the bytes of a lazy tensor from its byte source to a file, one tile at a time.
 
 A tile is read into a small buffer that stays in the processor's cache and is written from there, which is faster than
-letting the kernel copy from file to file (see `benchmarks/copying.py`). It is the other way round where the kernel can
-leave the copying to a file server.
+letting the kernel copy from file to file (see `benchmarks/copying.py`). If a file server can copy within itself, the
+kernel's copy is faster.
 """
 
 from __future__ import annotations

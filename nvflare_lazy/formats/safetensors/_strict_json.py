@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Untrusted JSON, read member by member: only the values that the caller asks for are built.
+"""A parser for untrusted JSON that reads member by member and builds only the values that the caller requests.
 
-A general parser builds every value it is sent, and a header of empty lists takes twenty times its size. The headers and
-indexes of checkpoints are objects of known shape, so here the shape leads and the text has to follow.
+A general parser builds every value, and a header of empty lists takes twenty times its size. The headers and indexes of
+checkpoints have a known structure, so the caller requests values in that order and the text has to match.
 """
 
 from __future__ import annotations

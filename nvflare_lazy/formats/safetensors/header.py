@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header of a safetensors file or message, untrusted: an error names the rule of the format that is broken.
+"""Reads and writes safetensors headers; headers are untrusted, and an error names the violated rule.
 
-The first thing that looks at a checkpoint on disk and at a tensor from the wire. It is stricter than the safetensors
-library in this, and in nothing else:
+Checkpoints on disk and tensors from the network are validated here first. It is stricter than the safetensors library
+in exactly these rules:
 
 - a key must be unique, among tensors and in the metadata (the library takes the last value);
 - no white space before the header, and only spaces after it, as the format says;

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The position of each tensor in a safetensors file, computed from promised metadata before the first byte arrives.
+"""The position of each tensor in a safetensors file, computed from its metadata before any data is written.
 
-What the streaming writer starts from. The order is the one of the safetensors library: the widest types first, so that
-each tensor is aligned to its own elements, and by name within a type. So the same tensors give the same file, in
-whatever order they came.
+The streaming writer uses it. The order is that of the safetensors library: the widest types first, so that each tensor
+is aligned to its own elements, and by name within a type. The same tensors therefore give the same file, in any order
+of arrival.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A safetensors file as lazy tensors: the header is read and checked, the data is read on use.
+"""Opens a safetensors file as lazy tensors: the header is read and validated, the data is read on use.
 
 Checkpoints, shards and received results are opened with it, each with one descriptor.
 """

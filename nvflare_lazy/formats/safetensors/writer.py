@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A safetensors checkpoint, written in pieces in any order and from many threads, to metadata that is promised first.
+"""`StreamingWriter`: writes a safetensors checkpoint in pieces, in any order and from many threads.
 
-Aggregation writes its result with this, tile by tile, as does everything else that saves. The header is known before
-the first byte arrives, so nothing is held back, and a checkpoint that breaks the promise never appears.
+Aggregation and `save()` write with it. The metadata is declared first, so the header is known before the first byte
+arrives and nothing is buffered. A checkpoint that does not match its declared metadata is never published.
 """
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfer of whole tensors in NVFlare's own item format: one end does not have this package."""
+"""Transfer of whole tensors in NVFlare's own format, used if one process does not have this package."""

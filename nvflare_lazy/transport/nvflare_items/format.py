@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form in which NVFlare itself sends a tensor: whole, as a safetensors or npz byte string of one entry.
+"""NVFlare's own format of a tensor on the wire: a safetensors or npz byte string with one entry.
 
 Processes without this package send and receive it. Received items are untrusted input and read strictly: their headers
 decide what is written to disk.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVFlare's own items as a way of transport, one request ahead of the items that are being written.
+"""`NVFlareItems`, a transfer method: requests the next items of NVFlare's format while items are written.
 
-NVFlare does this for consumers that never change the state of a download. Ours does, when it takes an offer of
-segments, and finds out only with the first reply whether there is one.
+NVFlare does this for consumers that never change the state of a download. This package's consumer changes the state
+when it accepts an offer of segments, and only the first reply shows whether there is an offer.
 """
 
 from __future__ import annotations

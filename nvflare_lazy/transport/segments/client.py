@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receiver's end of segments: keeps a few requests in flight, and writes each segment on arrival, in any order.
+"""The receiver's side of segments: keeps several requests in flight and writes each segment on arrival.
 
 Pieces are handed on by the threads that NVFlare delivers them with; nothing is queued in between, and nothing that was
 not asked for is taken. A piece that gets lost is asked for again.

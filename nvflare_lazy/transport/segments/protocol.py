@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between two processes with this package: an offer, requests for ranges of bytes, and the bytes.
+"""The messages between two processes with this package: the offer, requests for ranges of bytes, and data.
 
 The offer is part of the state of NVFlare's own download protocol; a receiver without this package echoes it unread.
 Requests and data are messages of their own on NVFlare's download channel, so that whatever guards a site puts on that

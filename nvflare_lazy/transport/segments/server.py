@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sender's end of segments: answers each request for a range of bytes with that range, and remembers nothing.
+"""The sender's side of segments: answers each request for a range of bytes, and keeps no state per receiver.
 
 A pool of threads answers the requests. NVFlare's threads, which deliver them, also carry the heartbeats; they must not
 wait for a receiver on a slow line. A process ends without joining them: NVFlare reports what else is still running

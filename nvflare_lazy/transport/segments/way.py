@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments as a way of transport: offers a payload as a run of bytes, and receives one that is offered so."""
+"""`Segments`, a transfer method: offers a payload as ranges of bytes, and receives such a payload."""
 
 from __future__ import annotations
 
