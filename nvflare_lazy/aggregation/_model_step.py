@@ -54,14 +54,7 @@ class _Run:
 
 
 class OptimizerStep:
-    """A step of a server optimizer.
-
-    Args:
-        optimizer: Computes the direction of the step.
-        model: The global model.
-        update: The aggregate of the round.
-        params_type: "FULL" if the update is a model, "DIFF" if it is a difference from the global model.
-    """
+    """A step of a server optimizer from a global model, along an update that is a model or a difference."""
 
     def __init__(
         self, optimizer: ServerOptimizer, model: Mapping[str, Any], update: Mapping[str, Any], params_type: str

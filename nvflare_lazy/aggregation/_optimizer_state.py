@@ -32,11 +32,7 @@ _MIN_SAMPLE = 64
 
 
 class ModelFingerprint:
-    """A hash of a model: names, dtypes, shapes, and the first and last bytes of each tensor, or all bytes if few.
-
-    Args:
-        specs: Dtypes and shapes of its tensors.
-    """
+    """A hash of a model: names, dtypes, shapes, and the first and last bytes of each tensor, or all bytes if few."""
 
     def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
         sample = max(_MIN_SAMPLE, _SAMPLED_BYTES // max(len(specs), 1))
@@ -82,14 +78,9 @@ class _Entry:
 
 
 class OptimizerStates:
-    """The states of one optimizer for successive versions of one global model.
+    """The states of one optimizer for one global model, in a directory that it creates.
 
-    Args:
-        directory: The directory of the states; created if it does not exist.
-        optimizer: Name of the optimizer.
-        slots: Names of the values that the optimizer keeps for each element.
-        keep_states: Number of states to keep; at least 2, because the previous state is needed until the new model is
-            on disk.
+    At least two states are kept: the previous one is needed until the model is on the disk.
     """
 
     def __init__(
@@ -112,11 +103,9 @@ class OptimizerStates:
         return self._current.step
 
     def find(self, model: str, *, restart: bool) -> LazyTensorDict | None:
-        """Return the state that belongs to a model, or None for the first model.
+        """Return the state that belongs to the model with a fingerprint, or None if it is the first one.
 
-        Args:
-            model: Its fingerprint.
-            restart: Start over if no state belongs to the model.
+        If no state belongs to it, `restart` starts with a new state.
         """
         found = [entry for entry in self._entries if entry.model == model]
         if not found and self._entries and not restart:

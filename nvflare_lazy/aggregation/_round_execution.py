@@ -66,17 +66,7 @@ class AggregationResult:
 
 
 class RoundExecution:
-    """A round and the contributions that have not been skipped so far.
-
-    Args:
-        config: The configuration of the aggregation.
-        rule: The rule.
-        contributions: For each contributor, tensors or arrays by name.
-        weights: Weights by contributor.
-        reference: The global model.
-        monitor: Receives progress, and raises if the caller cancels.
-        on_contribution_done: Called with the name of each contributor when its contribution is no longer read.
-    """
+    """A round and the contributions that have not been skipped so far; see `Aggregation.run` for its arguments."""
 
     def __init__(
         self,
@@ -103,12 +93,7 @@ class RoundExecution:
             self._list(name, contributions[name])
 
     def run(self, out: str | os.PathLike[str], metadata: Mapping[str, str]) -> AggregationResult:
-        """Aggregate, and open the result.
-
-        Args:
-            out: The file to write.
-            metadata: Text to store in it.
-        """
+        """Aggregate, and open the result."""
         started = time.monotonic()
         while True:
             try:

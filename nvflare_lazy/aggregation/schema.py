@@ -104,12 +104,7 @@ def resolve_schema(
 ) -> RoundSchema:
     """Return the schema of a round.
 
-    Args:
-        contributions: The tensors of each contributor.
-        weights: The weight of each contributor.
-        reference: The global model, which defines the expected names and shapes if it is passed.
-        requires_all_tensors: Whether each contributor must have all tensors.
-        on_mismatch: Handling of contributions that do not match.
+    The global model defines the expected names and shapes if it is passed; otherwise most contributors do.
     """
     skipped: dict[str, Exception] = {
         name: WeightError("weight is zero") for name in sorted(contributions) if not weights[name]
@@ -145,12 +140,7 @@ def resolve_schema(
 
 
 def validate_weights(names: Sequence[str], weights: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the weight of each contributor. Default: 1 for each.
-
-    Args:
-        names: The contributors.
-        weights: Weights by contributor; weights of other contributors are ignored.
-    """
+    """Return the weight of each contributor. Default: 1 for each."""
     if weights is None:
         return dict.fromkeys(names, 1.0)
     missing = [name for name in names if name not in weights]
@@ -167,13 +157,7 @@ def group_tensors(
     contributions: Mapping[str, Mapping[str, TensorEntry]],
     reference: Mapping[str, TensorEntry] | None,
 ) -> list[TensorGroup]:
-    """Return the tensors of a round, grouped by dtype and by the contributors that have them.
-
-    Args:
-        schema: The schema of the round.
-        contributions: The tensors of each contributor.
-        reference: The global model, if the rule reads it.
-    """
+    """Return the tensors of a round, grouped by dtype and by the contributors that have them."""
     together: dict[tuple[torch.dtype, tuple[int, ...], torch.dtype | None], list[str]] = {}
     for key, spec in schema.specs.items():
         of_reference = None if reference is None else reference[key].dtype

@@ -24,12 +24,9 @@ if TYPE_CHECKING:
 
 
 class UnmanagedDirectory:
-    """The files of one download, in a directory that the caller made: without lease, quota or guard.
+    """The files of one download, in a directory that the caller made and `release()` removes: without lease or quota.
 
     For callers that use the consumers on their own, as they use NVFlare's; a job's downloads go to leased scratch.
-
-    Args:
-        path: The directory; `release()` removes it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -47,11 +44,7 @@ class UnmanagedDirectory:
 
 
 class UnmanagedFile:
-    """A new file, written at offsets.
-
-    Args:
-        path: Where; it must not exist.
-    """
+    """A new file, written at offsets."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -84,9 +77,7 @@ class UnmanagedFile:
 class DiskConsumer(PayloadConsumer):
     """Writes what it receives into few, valid safetensors files.
 
-    Args:
-        backend: What kind of values.
-        place: A leased directory of the job's scratch, or the path of a directory that the caller made.
+    They are in a leased directory of the job's scratch, or in one that the caller made.
     """
 
     def __init__(self, backend: ArrayBackend, place: ReceiveDirectory | str | os.PathLike[str]) -> None:

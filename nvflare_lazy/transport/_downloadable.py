@@ -30,12 +30,8 @@ if TYPE_CHECKING:
 class PayloadDownloadable(Downloadable):
     """Named values of one backend, to be downloaded by any number of receivers.
 
-    Args:
-        values: What to send, by name.
-        max_chunk_size: Tensors that together stay below this go in one message to a receiver without this package.
-        backend: What kind of values they are.
-        cell: The cell to answer requests for segments on; without it, none are offered.
-        runtime: What the transfers of this process share.
+    Tensors that together stay below `max_chunk_size` go in one message to a receiver without this package. Requests for
+    segments are answered on `cell`; without it, no segments are offered.
     """
 
     def __init__(
@@ -121,12 +117,7 @@ def _count(value: Any) -> int:
 
 
 class Payload:
-    """Named tensors or arrays, to be served by parts.
-
-    Args:
-        values: What to send, by name.
-        backend: What kind of values they are.
-    """
+    """Named tensors or arrays, to be served by parts."""
 
     def __init__(self, values: Mapping[str, Any], backend: ArrayBackend) -> None:
         self.names = list(values)

@@ -21,9 +21,6 @@ class InflightBudget:
     """Bytes of segments that may be in flight to this process, for all of its downloads together.
 
     Every request for a segment reserves bytes, and releases them when they are written.
-
-    Args:
-        limit: How many.
     """
 
     def __init__(self, limit: int = DEFAULT_BYTES) -> None:
@@ -57,13 +54,10 @@ class InflightBudget:
             self._changed.notify_all()
 
     def acquire(self, nbytes: int, *, holding: int, timeout: float = 0.0) -> bool:
-        """Reserve bytes if the limit permits.
+        """Reserve bytes if the limit permits; wait for them up to `timeout` seconds.
 
-        Args:
-            nbytes: How many.
-            holding: How many the caller has in flight already. A caller with none goes first, so that a busy download
-                cannot keep a new one waiting.
-            timeout: Seconds to wait for them.
+        `holding` is the number of bytes that the caller has in flight already. A caller with none goes first, so that a
+        busy download cannot keep a new one waiting.
         """
         with self._changed:
             if holding:
@@ -99,11 +93,7 @@ _POLL_SECONDS = 0.2
 
 
 class Slot:
-    """A whole tensor in flight.
-
-    Args:
-        nbytes: Its size.
-    """
+    """A whole tensor in flight."""
 
     __slots__ = ("_since", "nbytes", "slow")
 
@@ -118,15 +108,13 @@ class Slot:
 
 
 class WholeTensorThrottle:
-    """Limits the whole tensors in flight.
+    """Limits the whole tensors in flight, by the limit of a budget; segments do not count against them.
 
     NVFlare holds several copies of a message while it is sent or received, so a model that goes to many clients at
     once, or from many, would take memory for each of them. Here transfers take turns, tensor by tensor, in the order
     in which they ask; a slow transfer does not keep others waiting, and need not wait.
 
-    Args:
-        budget: Its limit applies here as well; segments do not count against whole tensors.
-        on_release: Called each time a whole tensor is gone, with no lock held: its buffers are all over the heap.
+    `on_release` is called each time a whole tensor is gone, with no lock held: its buffers are all over the heap.
     """
 
     def __init__(self, budget: InflightBudget, on_release: Iterable[Callable[[], None]] = ()) -> None:
@@ -137,12 +125,9 @@ class WholeTensorThrottle:
         self._line: deque[object] = deque()
 
     def acquire(self, nbytes: int, *, after: Slot | None = None, give_up: Callable[[], bool] | None = None) -> Slot:
-        """Wait for a slot.
+        """Wait for a slot until `give_up` returns true; by default, a few seconds.
 
-        Args:
-            nbytes: The size of the tensor.
-            after: The previous slot of the same transfer; it is released now.
-            give_up: Returns whether to stop waiting. Default: after a few seconds.
+        `after` is the previous slot of the same transfer; it is released now.
         """
         deadline = time.monotonic() + _MAX_WAIT_SECONDS
         place = object()

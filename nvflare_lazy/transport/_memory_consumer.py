@@ -20,11 +20,8 @@ if TYPE_CHECKING:
 class MemoryConsumer(PayloadConsumer):
     """Makes ordinary values.
 
-    Args:
-        backend: What kind of values.
-        received_cb: Called with a dictionary of values as they are complete, one call at a time; what it returns, if
-            that is a dictionary, becomes part of the result instead of them. Without it they are the result.
-        cb_kwargs: Further arguments for it.
+    `received_cb` is called with a dictionary of values as they are complete, one call at a time, and with `cb_kwargs`.
+    If it returns a dictionary, that becomes part of the result instead of them.
     """
 
     def __init__(
@@ -94,10 +91,7 @@ class Sink(Protocol):
 class MemorySink:
     """Assembles ordinary tensors: each is allocated when its first bytes arrive, and nothing is concatenated.
 
-    Args:
-        manifest: The payload.
-        backend: What kind of values to make.
-        deliver: Called with each value as soon as it is complete, from several threads at once.
+    `deliver` is called with each value as soon as it is complete, from several threads at once.
     """
 
     def __init__(self, manifest: Manifest, backend: ArrayBackend, deliver: Callable[[str, Any], None]) -> None:

@@ -198,11 +198,7 @@ class ScheduledRemoval(NamedTuple):
 
 
 def use_single_cleanup_thread(cleanup: Callable[[], CleanupThread]) -> None:
-    """Let one thread remove NVFlare's notes of received streams, instead of one thread per message.
-
-    Args:
-        cleanup: Returns the thread of this process.
-    """
+    """Let the cleanup thread of this process remove NVFlare's notes of received streams, not one thread per message."""
 
     def schedule(self: Any, ttl: float | None = None) -> None:
         with self.stop_lock:

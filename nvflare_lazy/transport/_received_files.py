@@ -64,14 +64,9 @@ class ReceiveDirectory(Protocol):
 
 
 class ReceivedTensor(NamedTuple):
-    """A tensor or array that was received into a file.
+    """A tensor or array that was received into a file; its dtype is one of torch or of NumPy.
 
     It is not a `TensorEntry`: arrays may have types that torch does not have, such as datetime64.
-
-    Attributes:
-        source: Its bytes.
-        dtype: Its dtype, of torch or of NumPy.
-        shape: Its shape.
     """
 
     source: ByteSource

@@ -29,25 +29,14 @@ _TWO_MB = 2 * 1024 * 1024
 
 
 class ArrayDownloadable(PayloadDownloadable):
-    """Arrays, lazy or not, to be downloaded by any number of receivers.
-
-    Args:
-        arrays: The arrays by name.
-        max_chunk_size: Arrays that together stay below this go in one message to a receiver without this package.
-        cell: The cell to answer requests for segments on; without it, none are offered.
-    """
+    """Arrays, lazy or not, to be downloaded by any number of receivers; see `TensorDownloadable`."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray[Any, Any]], max_chunk_size: int, cell: Any = None) -> None:
         super().__init__(arrays, max_chunk_size, NUMPY, cell)
 
 
 class ArrayConsumer(MemoryConsumer):
-    """Receives arrays into memory.
-
-    Args:
-        arrays_received_cb: Called with arrays as they are complete; see `MemoryConsumer`.
-        cb_kwargs: Further arguments for it.
-    """
+    """Receives arrays into memory; see `TensorConsumer`."""
 
     def __init__(
         self,
@@ -58,11 +47,7 @@ class ArrayConsumer(MemoryConsumer):
 
 
 class DiskArrayConsumer(DiskConsumer):
-    """Receives arrays into files.
-
-    Args:
-        temp_dir: A directory that the caller made, or a leased directory of the job's scratch.
-    """
+    """Receives arrays into files; see `DiskTensorConsumer`."""
 
     def __init__(self, temp_dir: str | os.PathLike[str] | ReceiveDirectory) -> None:
         super().__init__(NUMPY, temp_dir)

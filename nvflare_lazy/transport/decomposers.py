@@ -58,10 +58,7 @@ _TWO_MB = 2 * 1024 * 1024
 class LazyDecomposer(ViaDownloaderDecomposer):
     """Sends values of one backend by reference, and receives them into memory or scratch.
 
-    Args:
-        backend: What kind of values.
-        dot: NVFlare's number for the datum with their location.
-        config_prefix: What NVFlare's configuration variables for this kind begin with.
+    `dot` is NVFlare's number for the datum with their location.
     """
 
     def __init__(self, backend: ArrayBackend, dot: int, config_prefix: str) -> None:

@@ -18,33 +18,16 @@ if TYPE_CHECKING:
 
 
 class FailedPayload:
-    """All values of a download that failed.
-
-    Args:
-        error: Why.
-    """
+    """All values of a download that failed."""
 
     def __init__(self, error: Exception) -> None:
         self.error = _without_frames(error)
 
     def value(self, backend: ArrayBackend, dtype: Any = None, shape: tuple[int, ...] | None = None) -> Any:
-        """Return a value that raises the error when its elements are read.
-
-        Args:
-            backend: What kind of value.
-            dtype: Its dtype, if that is known.
-            shape: Its shape, if that is known.
-        """
-        return failed_value(self.error, backend, dtype, shape)
-
-
-def failed_value(
-    error: Exception, backend: ArrayBackend, dtype: Any = None, shape: tuple[int, ...] | None = None
-) -> Any:
-    """Return a value that raises `error` when its elements are read."""
-    if dtype is None or shape is None:
-        dtype, shape = backend.unknown()
-    return backend.lazy(FailedSource(backend.nbytes(dtype, shape), _without_frames(error)), dtype, shape)
+        """Return a value that raises the error when its elements are read; its dtype and shape may be unknown."""
+        if dtype is None or shape is None:
+            dtype, shape = backend.unknown()
+        return backend.lazy(FailedSource(backend.nbytes(dtype, shape), self.error), dtype, shape)
 
 
 def failure_of(value: Any) -> Exception | None:

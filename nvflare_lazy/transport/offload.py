@@ -109,11 +109,7 @@ class TransferRuntime:
         self.senders_with_package = set()
 
     def use(self, mode: ReceiveMode | None) -> ReceiveMode | None:
-        """Receive in this mode; return the previous one, which a job restores when it ends.
-
-        Args:
-            mode: The mode; None leaves it to NVFlare's flag.
-        """
+        """Receive in this mode, or by NVFlare's flag; return the previous mode, which a job restores at its end."""
         with self._lock:
             before, self._mode = self._mode, mode
             self.budget.resize(DEFAULT_BYTES if mode is None else mode.inflight_bytes)
@@ -128,11 +124,7 @@ class TransferRuntime:
             return made
 
     def mode_for(self, fobs_ctx: dict[str, Any] | None) -> ReceiveMode:
-        """Return how to receive a payload.
-
-        Args:
-            fobs_ctx: NVFlare's context of the message that is being decoded.
-        """
+        """Return how to receive the payload of a message."""
         if self._mode is not None:
             return self._mode
         on_disk = (fobs_ctx or {}).get(FOBSContextKey.TENSOR_DISK_OFFLOAD) or _nvflare_private.offload_flag_in_process()

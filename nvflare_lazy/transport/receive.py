@@ -182,10 +182,7 @@ class PayloadConsumer(Consumer):
 
 
 def receive(consumer: PayloadConsumer, remote: RemotePayload, progress_cb: Callable[..., None] | None = None) -> Any:
-    """Download a remote payload.
-
-    Returns:
-        The consumer's result.
+    """Download a remote payload, and return the consumer's result.
 
     Raises:
         TransferError: Or another error of this package, if it fails; nothing is left of it then.
@@ -238,11 +235,7 @@ def outcome(download: Callable[[], T]) -> tuple[str | None, T | None]:
 
 
 class ProgressRelay:
-    """Reports the progress of a download, in one sequence for all ways of transport.
-
-    Args:
-        callback: NVFlare's progress callback.
-    """
+    """Reports the progress of a download to NVFlare's callback, in one sequence for all ways of transport."""
 
     def __init__(self, callback: Callable[..., None]) -> None:
         self._callback = callback

@@ -39,12 +39,7 @@ class Way(Protocol):
         """Answer no more requests for a payload."""
 
     def recognize(self, state: dict[str, Any], items: list[Any]) -> Any:
-        """Return the offer in a sender's answer, or None.
-
-        Args:
-            state: The state of the download.
-            items: The items in NVFlare's format in that answer.
-        """
+        """Return the offer in a sender's answer, which has a state and items in NVFlare's format, or None."""
 
     def receive(self, offer: Any, download: PayloadConsumer) -> dict[str, Any] | None:
         """Receive a payload.

@@ -72,9 +72,6 @@ class Arena:
     """The memory of one thread, reused for each tile.
 
     A tensor is valid until it is released; releasing a mark releases everything that was taken after it.
-
-    Args:
-        nbytes: Bytes of memory.
     """
 
     def __init__(self, nbytes: int) -> None:

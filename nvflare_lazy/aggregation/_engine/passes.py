@@ -31,15 +31,9 @@ _STRETCH = 128 * BLOCK
 
 
 class Engine:
-    """Passes over some groups of tensors.
+    """Passes over some groups of tensors, within a budget of bytes for all threads together.
 
-    Args:
-        groups: The groups.
-        budget: Bytes of memory for all threads together.
-        threads: Maximum number of threads. Default: one per core.
-        tile_bytes: Maximum bytes of a tile in its own dtype. Default: the fastest size.
-        non_finite: Handling of NaN and infinity in contributions.
-        monitor: Receives progress, and raises if the caller cancels.
+    Default: one thread per core, and the fastest size of tiles.
     """
 
     def __init__(
@@ -92,13 +86,7 @@ class Engine:
         return statistic.result(totals.numpy(), count)
 
     def reduce(self, reduction: Reduction, stage: str, writer: StreamingWriter) -> None:
-        """Reduce all tiles and write them.
-
-        Args:
-            reduction: The reduction of a tile.
-            stage: Name of the pass in progress bars.
-            writer: The file that the results are written to.
-        """
+        """Reduce all tiles and write them; `stage` is the name of the pass in progress bars."""
         outputs = {
             group.index: OutputVector(group.names, group.sizes, group.inputs[0].dtype, writer) for group in self._groups
         }

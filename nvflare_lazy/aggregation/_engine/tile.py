@@ -28,12 +28,7 @@ NonFinitePolicy = Literal["keep", "skip", "error"]
 
 
 class ContributionError(Exception):  # never reaches a caller: the engine continues without the contribution
-    """A contribution has to be skipped: it cannot be read, or has values that are not allowed.
-
-    Args:
-        contributor: The name of its contributor.
-        error: The reason.
-    """
+    """A contribution has to be skipped: it cannot be read, or has values that are not allowed."""
 
     def __init__(self, contributor: str, error: Exception) -> None:
         super().__init__(contributor, error)
@@ -96,7 +91,7 @@ class TensorGroup:
 
 
 class Tile:
-    """A range of the elements of a group.
+    """A range of elements of a group.
 
     Attributes:
         group: The group.
@@ -104,13 +99,6 @@ class Tile:
         count: Number of elements.
         nbytes: Bytes of the contributions in the range.
         arena: Memory of the thread.
-
-    Args:
-        group: The group.
-        start: The first element.
-        count: Number of elements.
-        arena: Memory of the thread.
-        non_finite: Handling of NaN and infinity.
     """
 
     def __init__(self, group: TensorGroup, start: int, count: int, arena: Arena, non_finite: NonFinitePolicy) -> None:

@@ -46,9 +46,6 @@ class InputVector:
     """Tensors of one contributor, all of one dtype, one after the other.
 
     Inside its `with` block, file descriptors are borrowed once, instead of once for each tile.
-
-    Args:
-        entries: The tensors, in order.
     """
 
     def __init__(self, entries: Sequence[TensorEntry]) -> None:
@@ -108,14 +105,7 @@ class _Stretch(NamedTuple):
 
 
 class OutputVector:
-    """Tensors of a file that is being written, all of one dtype, one after the other.
-
-    Args:
-        names: Names of the tensors, in order.
-        sizes: Number of real numbers of each tensor.
-        dtype: Dtype of these numbers.
-        writer: The file.
-    """
+    """Tensors of a file that is being written, all of one dtype, one after the other."""
 
     def __init__(self, names: Sequence[str], sizes: Sequence[int], dtype: torch.dtype, writer: StreamingWriter) -> None:
         self.dtype = dtype

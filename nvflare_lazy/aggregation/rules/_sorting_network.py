@@ -32,13 +32,7 @@ class Comparison(NamedTuple):
 
 @cache
 def sorting_network(wires: int, first: int, last: int) -> tuple[Comparison, ...]:
-    """Return the comparisons, in order, after which wires `first` to `last` hold the values of these ranks.
-
-    Args:
-        wires: Number of values.
-        first: The lowest wanted rank.
-        last: The highest wanted rank.
-    """
+    """Return comparisons of `wires` values that bring those of rank `first` to `last` to these wires, in order."""
     wanted = set(range(first, last + 1))
     kept = []
     for low, high in reversed(_merge_exchange(wires)):

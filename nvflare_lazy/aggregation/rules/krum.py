@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 
 def krum_scores(distances: np.ndarray[Any, Any], num_byzantine: int) -> np.ndarray[Any, Any]:
-    """Return for each update the sum of the squared distances to its n - f - 2 (at least 1) closest updates.
-
-    Args:
-        distances: Squared distances of all pairs.
-        num_byzantine: The f of the paper.
-    """
+    """Return for each update the sum of the squared distances to its n - f - 2 (at least 1) closest updates."""
     count = len(distances)
     closest = max(count - num_byzantine - 2, 1)
     to_others = np.sort(distances[~np.eye(count, dtype=bool)].reshape(count, count - 1), axis=1)

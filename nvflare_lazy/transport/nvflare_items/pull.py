@@ -76,11 +76,7 @@ class Prefetch:
     """Requests the next items while the current ones are written.
 
     Anything but items is left to NVFlare's own loop, which asks again: it knows what to do about the end, and about
-    failures. Items take slots: an item is a whole tensor, and several copies of it are in memory until it is
-    written.
-
-    Args:
-        remote: The payload.
+    failures. Items take slots: an item is a whole tensor, and several copies of it are in memory until it is written.
     """
 
     def __init__(self, remote: RemotePayload) -> None:
@@ -94,9 +90,7 @@ class Prefetch:
     def prefetch_if_possible(self, state: dict[str, Any], size: int) -> None:
         """Request the items after `state`, without waiting for them, if no other transfer waits for a slot.
 
-        Args:
-            state: The state of the download.
-            size: Bytes that the answer will have, as far as one can tell.
+        `size` is an estimate of the bytes of the answer.
         """
         self._size = max(1, size)
         self._ahead = self._throttle.acquire_if_free(self._size)

@@ -67,11 +67,9 @@ class Manifest:
 
 
 def lay_out(described: Iterable[tuple[str, Any, tuple[int, ...], int, object]]) -> Manifest:
-    """Lay tensors one after the other.
+    """Lay tensors one after the other, given by name, dtype, shape, bytes, and a key of their bytes.
 
-    Args:
-        described: Name, dtype, shape and bytes of each, and a key that is the same for tensors with the same bytes
-            (None if that is not known).
+    The key is the same for tensors with the same bytes, or None if that is not known.
     """
     items: list[ManifestItem] = []
     first: dict[object, ManifestItem] = {}

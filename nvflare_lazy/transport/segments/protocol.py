@@ -62,15 +62,9 @@ class Offer:
 
 @dataclass(frozen=True)
 class Request:
-    """Ask for a range of bytes.
+    """Ask for a range of bytes of the manifest, of the run of all bytes, or of one item.
 
-    Attributes:
-        transfer: The receiver's own number for the transfer; the bytes carry it as well.
-        ref_id: What NVFlare calls the payload.
-        what: The manifest, the run of all bytes, or one item.
-        start: First byte.
-        count: How many.
-        item: The item's name, if it is about one.
+    `transfer` is the receiver's own number for the transfer; the bytes carry it as well.
     """
 
     transfer: str

@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
 
 class RemoteSource(ByteSource):
-    """The bytes of one tensor of a payload at another cell that also has this package.
-
-    Args:
-        remote: Where the payload is.
-        item: The tensor in it.
-        nbytes: Its bytes.
-    """
+    """The bytes of one tensor of a payload at another cell that also has this package."""
 
     def __init__(self, remote: RemotePayload, item: str, nbytes: int) -> None:
         self._remote = remote
@@ -54,15 +48,7 @@ class RemoteSource(ByteSource):
 
 
 def open_remote(ref: Any, backend: ArrayBackend, cell: Any, timeout: float, abort_signal: Any) -> Any:
-    """Return the tensor a reference points to, as a lazy one.
-
-    Args:
-        ref: The reference.
-        backend: What kind of value it points to.
-        cell: The cell of this process.
-        timeout: Seconds without news after which the sender counts as lost.
-        abort_signal: A signal to watch.
-    """
+    """Return the tensor a reference points to, as a lazy one; without news for `timeout` seconds, it is lost."""
     remote = RemotePayload(offload.runtime, cell, ref.fqcn, ref.ref_id, timeout, ref.secure, abort=abort_signal)
     if ref.dtype is not None and ref.shape is not None:
         nbytes = backend.nbytes(ref.dtype, ref.shape)

@@ -162,12 +162,7 @@ _LINGER_SECONDS = 5.0
 
 
 class SenderPool:
-    """Calls functions on a few threads.
-
-    Args:
-        most: How many threads there are at most.
-        name: What their names begin with.
-    """
+    """Calls functions on a few threads."""
 
     def __init__(self, most: int, name: str) -> None:
         self._most = most
