@@ -47,12 +47,9 @@ def size(context: click.Context, parameter: click.Parameter, value: str | None) 
 
 
 def resolve_output(path: str, option: str, *, force: bool) -> str:
-    """Return the path of the checkpoint to write, or fail if it exists.
+    """Return the path of the checkpoint to write: a file, or `model.safetensors` in a directory.
 
-    Args:
-        path: A safetensors file, or a directory, which gets a model.safetensors.
-        option: The name of the argument, for messages.
-        force: Whether to replace an existing checkpoint.
+    Fails if it exists, unless `force` permits to replace it. `option` is the argument's name for messages.
     """
     from nvflare_lazy.formats.safetensors.shards import index_path, parse_shard_name, shard_stem
 
@@ -81,10 +78,6 @@ def display_path(saved: Path, target: str) -> str:
 @contextmanager
 def progress(what: str, total_nbytes: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on stderr while the block runs; nothing if stderr is not a terminal.
-
-    Args:
-        what: The activity, for example "Reading".
-        total_nbytes: The number of bytes to process.
 
     Yields:
         A function to call with each number of processed bytes, from any thread.
@@ -132,14 +125,10 @@ def count(number: int, singular: str, plural: str | None = None) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> Iterator[str]:
-    """Yield the lines of a table.
+    """Yield the lines of a table, with the columns at the indexes `right` right-aligned.
 
     Columns are as wide as needed and separated by two spaces: the output starts at once, however many rows there are,
     and can be searched, cut and copied.
-
-    Args:
-        rows: The cells.
-        right: Indexes of the right-aligned columns.
     """
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

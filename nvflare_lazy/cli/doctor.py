@@ -57,12 +57,7 @@ def doctor(context: click.Context, scratch_dir: str | None, site: str | None) ->
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check.
-
-    Attributes:
-        level: `OK`, `WARNING` or `ERROR`.
-        message: The finding, and what to do about a warning or an error.
-    """
+    """The result of one check: its level, the finding, and what to do about a warning or an error."""
 
     level: str
     message: str

@@ -28,11 +28,7 @@ _MAX_VALUE_LEN = 200
 class Row(NamedTuple):
     """One tensor of a checkpoint.
 
-    Attributes:
-        name: Its name.
-        dtype: Its type as safetensors calls it; as torch does, where safetensors has no name.
-        shape: Its shape, counted in elements of that type.
-        nbytes: Bytes of its elements.
+    Its dtype has the name that safetensors gives it, or else torch; its shape counts elements of that type.
     """
 
     name: str

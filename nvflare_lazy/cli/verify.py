@@ -59,13 +59,7 @@ def verify(context: click.Context, files: tuple[str, ...], section: str | None, 
 
 @dataclass
 class Report:
-    """The result of checking one file.
-
-    Attributes:
-        tensors: The number of tensors.
-        nbytes: Their size in bytes.
-        problems: One line for each problem.
-    """
+    """The result of checking one file, with one line for each problem."""
 
     tensors: int = 0
     nbytes: int = 0
@@ -82,13 +76,7 @@ class _Step:
 
 
 def check(file: str, *, section: str | None = None, finite: bool = False) -> Report:
-    """Read all of a checkpoint.
-
-    Args:
-        file: The checkpoint, as `nvflare_lazy.open` takes it.
-        section: The part of a training checkpoint to check.
-        finite: Whether NaN and infinite values are problems.
-    """
+    """Read all of a checkpoint, or of a section of it. With `finite`, NaN and infinite values are problems."""
     import nvflare_lazy
 
     try:
@@ -120,12 +108,9 @@ def _checksum_steps(tensors: LazyTensorDict) -> Iterator[_Step]:
 
 
 def _reading_steps(tensors: LazyTensorDict, finite: bool, is_read: bool) -> Iterator[_Step]:
-    """Yield what is to be read of the tensors.
+    """Yield the tensors to read.
 
-    Args:
-        tensors: The checkpoint.
-        finite: Whether values are to be looked at, rather than bytes.
-        is_read: Whether the files themselves have been read from end to end.
+    With `finite`, values are checked; otherwise bytes are read, unless their files have been read completely already.
     """
     seen: set[int] = set()
     for name, entry in tensors.entries.items():

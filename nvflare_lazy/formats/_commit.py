@@ -45,13 +45,7 @@ def publish_file(file: AtomicFile) -> None:
 
 
 def publish_shards(shards: Sequence[tuple[AtomicFile, Iterable[str]]], path: str, total_size: int) -> None:
-    """Publish a checkpoint of several files, and replace whatever checkpoint had its name.
-
-    Args:
-        shards: The files, and the names of the tensors in each.
-        path: The path of the checkpoint.
-        total_size: Bytes of all tensors, for the index.
-    """
+    """Publish files, each with the names of its tensors, as one checkpoint, which replaces the one of its name."""
     for file, _ in shards:
         if file.fsync:
             file.sync()

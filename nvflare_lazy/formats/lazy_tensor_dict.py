@@ -59,12 +59,7 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
 
     @classmethod
     def from_files(cls, files: Iterable[TensorFile], *, metadata: Mapping[str, str] | None = None) -> LazyTensorDict:
-        """Make one of all tensors in some files.
-
-        Args:
-            files: Files with known contents, of which no two have a tensor of the same name.
-            metadata: Text that is stored with the tensors.
-        """
+        """Make one of all tensors in files with known contents, of which no two have a tensor of the same name."""
         entries: dict[str, TensorEntry] = {}
         for file in files:
             entries.update(entries_of(file))
@@ -78,13 +73,7 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
         metadata: Mapping[str, str] | None = None,
         extras: Mapping[str, Any] | None = None,
     ) -> LazyTensorDict:
-        """Make one from entries.
-
-        Args:
-            entries: The entries by name.
-            metadata: Text that is stored with the tensors (`__metadata__` of a safetensors file).
-            extras: Other contents of a checkpoint.
-        """
+        """Make one from entries, with the metadata and the other contents of a checkpoint."""
         made = cls.__new__(cls)
         made._set(dict(entries), metadata or {}, extras or {})
         return made
@@ -119,10 +108,9 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
         return _files(self._entries)
 
     def own(self, owner: object) -> None:
-        """Keep an object alive for as long as this dictionary or a tensor from it.
+        """Keep an object, such as scratch, alive for as long as this dictionary or a tensor from it.
 
-        Args:
-            owner: For example the scratch of the files. `cleanup()` releases it if it is `Releasable`.
+        `cleanup()` releases it if it is `Releasable`.
         """
         self._owners.append(owner)
         # A tensor may outlive this dictionary, and it refers to its file.

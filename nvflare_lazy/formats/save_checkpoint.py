@@ -159,13 +159,7 @@ def _check_promise(promise: TensorMeta, meta: TensorMeta, where: str) -> None:
 
 
 def tensor_meta(name: str, value: object, *, dtype: torch.dtype | None = None) -> TensorMeta:
-    """Return what the header of a file contains about a tensor.
-
-    Args:
-        name: Its name.
-        value: A tensor, array or entry, whose bytes are not read.
-        dtype: The type that floating-point tensors are cast to.
-    """
+    """Return what a file's header has about a tensor, array or entry, if floating-point tensors are cast to `dtype`."""
     try:
         element_type, shape = geometry_of(value)
         if _is_cast(element_type, dtype):

@@ -21,9 +21,6 @@ class LazyStorage:
     A pointer does not reveal how long it will be used. After the first one, the loaded bytes therefore stay for as long
     as any tensor of the storage exists, and every read is served from them: writes through the pointer are visible, as
     they are with an ordinary tensor.
-
-    Args:
-        source: Where the bytes come from.
     """
 
     def __init__(self, source: ByteSource) -> None:
@@ -50,11 +47,7 @@ class LazyStorage:
 
 
 class PinnedSource(ByteSource):
-    """The loaded bytes of a storage, to which other code has pointers and which it may have moved.
-
-    Args:
-        loaded: A tensor that is all of the storage.
-    """
+    """The loaded bytes of a storage, to which other code has pointers and which it may have moved."""
 
     def __init__(self, loaded: torch.Tensor) -> None:
         self.storage = loaded.untyped_storage()

@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 
 def raise_immutable(what: str, kind: str = "tensor") -> NoReturn:
-    """Raise the error for a write.
-
-    Args:
-        what: The operation, in the caller's terms.
-        kind: The object that it would have written to.
-    """
+    """Raise the error for an operation, in the words of the caller, that would write to a tensor or array."""
     raise ImmutableTensorError(
         f"{what} would write to a lazy {kind}, whose elements are in a file that others read too: "
         f"call materialize() on it and write to the {kind} that returns"

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy.errors import SourceError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
     from typing_extensions import Buffer
 
     from nvflare_lazy.tensors.tensor_file import TensorFile
@@ -81,6 +83,18 @@ class ByteSource(ABC):
         return None if found is None else found[0]
 
 
+def read_elements(
+    source: ByteSource, dtype: torch.dtype | np.dtype[Any], buffer: Buffer, start: int, count: int | None
+) -> None:
+    """Fill a buffer with `count` elements of a source, which it has to hold exactly."""
+    view = bytes_of(buffer)
+    if count is None:
+        count = len(view) // dtype.itemsize
+    if count * dtype.itemsize != len(view):
+        raise ValueError(f"a buffer of {len(view)} bytes does not hold exactly {count} elements of {dtype}")
+    source.read_into(view, start * dtype.itemsize)
+
+
 class SourceSlice(ByteSource):
     """A part of another source."""
 
@@ -132,11 +146,7 @@ class MemorySource(ByteSource):
 
 
 class ZeroSource(ByteSource):
-    """Zeros that take no memory.
-
-    Args:
-        nbytes: The number of zeros.
-    """
+    """Zeros that take no memory."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

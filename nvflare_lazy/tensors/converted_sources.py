@@ -141,24 +141,16 @@ class _ConvertedSource(ByteSource):
 
 
 class ByteSwappedSource(_ConvertedSource):
-    """The bytes of `base` with each word of `width` bytes turned around.
-
-    Args:
-        base: Bytes of a machine of the other byte order.
-        width: Bytes of a number: half an element for complex ones.
-    """
+    """The bytes of `base` with each number of `width` bytes reversed; a complex element has two numbers."""
 
     def _convert(self, elements: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         elements.view(f"u{self._width}").byteswap(inplace=True)
 
 
 class ConjugatedSource(_ConvertedSource):
-    """The elements of `base` with the sign of some of their parts turned.
+    """The elements of `base` with the sign of some of their parts changed, as `flipped` says for each part.
 
-    Args:
-        base: Floating-point or complex numbers of this machine's byte order.
-        width: Bytes of a number: half an element for complex ones.
-        flipped: For each part of an element, whether its sign is turned.
+    The parts are numbers of `width` bytes in this machine's byte order; a complex element has two.
     """
 
     def __init__(self, base: ByteSource, width: int, flipped: Sequence[bool]) -> None:

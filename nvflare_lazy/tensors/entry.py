@@ -25,7 +25,7 @@ from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.strided_source import StridedSource
 from nvflare_lazy.tensors.tensor_file import FileSource
-from nvflare_lazy.tensors.tensor_memory import storage_bytes
+from nvflare_lazy.tensors.tensor_memory import array_bytes, extent, storage_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -191,17 +191,14 @@ def array_rows(array: LazyArray | np.ndarray[Any, Any] | np.generic) -> ByteSour
         return array.source
     array = np.asarray(array)
     if array.flags.c_contiguous or not array.nbytes:
-        return MemorySource(_memory_of(array))
+        return MemorySource(array_bytes(array))
     if min(array.strides) >= 0 and all(step % array.itemsize == 0 for step in array.strides):
         strides = tuple(step // array.itemsize for step in array.strides)
-        extent = 1 + sum((size - 1) * step for size, step in zip(array.shape, strides, strict=True))
-        flat = np.lib.stride_tricks.as_strided(array, (extent,), (array.itemsize,), writeable=False)
-        return StridedSource(MemorySource(_memory_of(flat)), array.itemsize, array.shape, strides, 0)
-    return MemorySource(_memory_of(np.ascontiguousarray(array)))
-
-
-def _memory_of(array: np.ndarray[Any, Any]) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data if array.nbytes else memoryview(b"")
+        flat = np.lib.stride_tricks.as_strided(
+            array, (extent(array.shape, strides),), (array.itemsize,), writeable=False
+        )
+        return StridedSource(MemorySource(array_bytes(flat)), array.itemsize, array.shape, strides, 0)
+    return MemorySource(array_bytes(np.ascontiguousarray(array)))
 
 
 def _tensor_rows(tensor: torch.Tensor) -> ByteSource:

@@ -16,7 +16,7 @@ from nvflare_lazy.errors import UnsupportedDtypeError
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors._array_operators import ArrayOperators
 from nvflare_lazy.tensors._undispatched_methods import raise_immutable
-from nvflare_lazy.tensors.byte_source import bytes_of
+from nvflare_lazy.tensors.byte_source import read_elements
 from nvflare_lazy.tensors.strided_source import contiguous_strides
 
 if TYPE_CHECKING:
@@ -152,12 +152,7 @@ class LazyArray(ArrayOperators):
             start: The first element.
             count: Their number. Default: as many as the buffer holds.
         """
-        view = bytes_of(buffer)
-        if count is None:
-            count = len(view) // self.itemsize
-        if count * self.itemsize != len(view):
-            raise ValueError(f"a buffer of {len(view)} bytes does not hold exactly {count} elements of {self.dtype}")
-        self._source.read_into(view, start * self.itemsize)
+        read_elements(self._source, self.dtype, buffer, start, count)
 
     def _load(self) -> np.ndarray[Any, Any]:
         # Read-only: a write to a view of it would not change this array.

@@ -21,7 +21,7 @@ from nvflare_lazy.tensors._parallel_read import MIN_SHARED_BYTES
 from nvflare_lazy.tensors._storage import Geometry, LazyStorage
 from nvflare_lazy.tensors._torch_operators import LoadCache, OperatorTraits, operator_traits, pending_signs_enabled
 from nvflare_lazy.tensors._undispatched_methods import HANDLERS, UndispatchedMethods, raise_immutable
-from nvflare_lazy.tensors.byte_source import MemorySource, bytes_of
+from nvflare_lazy.tensors.byte_source import MemorySource, read_elements
 from nvflare_lazy.tensors.strided_source import (
     StridedSource,
     check_geometry,
@@ -162,14 +162,7 @@ class LazyTensor(UndispatchedMethods):
             start: The first element.
             count: Their number. Default: as many as the buffer holds.
         """
-        view = bytes_of(buffer)
-        dtype = self._geometry_.dtype
-        itemsize = dtype.itemsize
-        if count is None:
-            count = len(view) // itemsize
-        if count * itemsize != len(view):
-            raise ValueError(f"a buffer of {len(view)} bytes does not hold exactly {count} elements of {dtype}")
-        self.source.read_into(view, start * itemsize)
+        read_elements(self.source, self._geometry_.dtype, buffer, start, count)
 
     @property
     def source(self) -> ByteSource:

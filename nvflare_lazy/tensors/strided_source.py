@@ -32,12 +32,7 @@ _CHEAP_RATIO = 4
 class StridedSource(ByteSource):
     """The elements of a view over `base`, in row-major order.
 
-    Args:
-        base: The storage.
-        itemsize: Bytes of an element.
-        shape: Shape of the view.
-        strides: Its strides in elements; none is negative.
-        storage_offset: Its first element.
+    Strides and offset count elements; none is negative.
     """
 
     def __init__(

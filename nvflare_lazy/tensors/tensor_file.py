@@ -105,11 +105,6 @@ class TensorFile:
         self._owners: list[object] = []
         self.size = os.fstat(descriptor).st_size
 
-    @property
-    def closed(self) -> bool:
-        """Whether the file has been closed."""
-        return self._descriptor is None
-
     @contextmanager
     def descriptor(self) -> Iterator[int]:
         """Lend the descriptor: it stays open until the block is left, even if the file is closed meanwhile."""

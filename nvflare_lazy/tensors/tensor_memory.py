@@ -93,6 +93,11 @@ def storage_bytes(tensor: torch.Tensor) -> memoryview:
     return owned_bytes(tensor, extent(tuple(tensor.shape), tensor.stride()) * tensor.element_size())
 
 
+def array_bytes(array: np.ndarray[Any, Any]) -> memoryview:
+    """Return the memory of a contiguous array."""
+    return array.reshape(-1).view(np.uint8).data if array.nbytes else memoryview(bytearray())
+
+
 def owned_bytes(tensor: torch.Tensor, nbytes: int) -> memoryview:
     """Return the first bytes of the memory of `tensor`, at least one, all inside it; they keep it alive."""
     array = np.ndarray.__new__(_Memory, (nbytes,), np.uint8, borrowed_bytes(tensor, nbytes))

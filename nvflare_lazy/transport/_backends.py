@@ -20,7 +20,7 @@ from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.entry import TensorEntry, array_rows, entry_of
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.tensors.tensor_memory import storage_bytes
+from nvflare_lazy.tensors.tensor_memory import array_bytes, storage_bytes
 from nvflare_lazy.transport.nvflare_items.format import pack_array, pack_tensor, unpack_arrays, unpack_tensors
 
 if TYPE_CHECKING:
@@ -212,13 +212,6 @@ _TORCH_TYPES: dict[str, torch.dtype] = {
 
 TORCH = TorchBackend()
 NUMPY = NumpyBackend()
-
-
-def array_bytes(array: np.ndarray[Any, Any]) -> memoryview:
-    """Return the memory of a contiguous array."""
-    if array.nbytes == 0:
-        return memoryview(bytearray())
-    return array.reshape(-1).view(np.uint8).data.cast("B")
 
 
 def _file_identity(source: ByteSource, *rest: object) -> object:

@@ -121,7 +121,7 @@ def test_closed_file_raises(tmp_path):
     source = FileSource(file, 0, 10)
     file.close()
     file.close()
-    assert file.closed
+    assert file._descriptor is None
     with pytest.raises(SourceReleasedError, match="has been released"):
         source.read()
 

@@ -34,14 +34,9 @@ _MAX_COPY_BYTES = 1 << 30
 def copy_into(
     file: AtomicFile, offset: int, source: ByteSource, tile: memoryview, written: Callable[[int, int], None]
 ) -> None:
-    """Copy all of a source.
+    """Copy all of a source to a file, starting at `offset`, in the kernel or through the buffer `tile`.
 
-    Args:
-        file: The file to write.
-        offset: The position of the first byte in it.
-        source: The bytes.
-        tile: A buffer for the bytes on their way.
-        written: Called with the begin and the end, in the source, of each copied range.
+    `written` is called with the begin and the end, in the source, of each copied range.
     """
     done = _copied_by_server(file, offset, source, written)
     while done < source.nbytes:

@@ -36,12 +36,7 @@ _MAX_SKIPPED_TEXT_LEN = 1 << 20
 
 
 class JsonCursor:
-    """A position in a JSON text, which moves behind each value that is taken.
-
-    Args:
-        text: The JSON, in UTF-8.
-        where: What the text is, for messages.
-    """
+    """A position in a JSON text in UTF-8, which moves behind each value that is taken."""
 
     def __init__(self, text: Buffer, where: str) -> None:
         # One byte a character, whatever the text: all that JSON itself is made of is ASCII, and the strings are

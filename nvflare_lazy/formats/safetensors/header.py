@@ -120,11 +120,7 @@ def header_length(
 ) -> int:
     """Return the length of the header that follows the first eight bytes.
 
-    Args:
-        prefix: Those eight bytes.
-        where: What they are of, for messages.
-        total_nbytes: How long the whole is, if that is known: no header is longer.
-        max_header_bytes: The longest header to accept.
+    It is at most `max_header_bytes`, and no longer than the whole, if its length is known.
     """
     start = bytes(prefix)
     if len(start) < PREFIX_BYTES:
@@ -146,12 +142,7 @@ def header_length(
 
 
 def parse_header(text: Buffer, where: str) -> SafetensorsHeader:
-    """Check the text of a header against every rule that does not need the data.
-
-    Args:
-        text: The header without the eight bytes before it.
-        where: The file or message, for error messages.
-    """
+    """Check the text of a header, without its first eight bytes, against every rule that does not need the data."""
     text = memoryview(text).cast("B")
     if bytes(text[:1]) != b"{":
         raise SafetensorsError("header-start", f"{where}: a header starts with '{{', this one with {bytes(text[:1])!r}")

@@ -104,12 +104,7 @@ def is_index(path: str) -> bool:
 
 
 def open_index(file: TensorFile, open_shard: Callable[[str], LazyTensorDict]) -> LazyTensorDict:
-    """Open the checkpoint that an index describes.
-
-    Args:
-        file: The index.
-        open_shard: Opens one of its files.
-    """
+    """Open the checkpoint that an index describes; `open_shard` opens one of its files."""
     weight_map = read_weight_map(file)
     directory = os.path.dirname(file.path)
     shards = {}
@@ -150,12 +145,7 @@ def _shard(name: str, where: str) -> str:
 
 
 def open_directory(directory: str, open_file: Callable[[str], LazyTensorDict]) -> LazyTensorDict:
-    """Open the checkpoint in a directory.
-
-    Args:
-        directory: The directory.
-        open_file: Opens a file of it, or an index.
-    """
+    """Open the checkpoint in a directory; `open_file` opens a file of it, or an index."""
     names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
     files = {name for name in names if name.endswith(SUFFIX)}
     indexes = _indexes(directory, names, files)
