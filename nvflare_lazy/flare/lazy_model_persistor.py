@@ -111,7 +111,8 @@ class LazyModelPersistor(ModelPersistor):
         self.keep_rounds = keep_rounds
         self.save_pytorch = save_pytorch
         self._store: CheckpointStore | None = None
-        self._resumed: Checkpoint | None = None
+        #: The round the job resumes after, or None if it starts at the beginning.
+        self.resumed: Checkpoint | None = None
         # The current model: an update must match it, and keeps the tensors that it does not contain.
         self._current: dict[str, Any] = {}
         self._meta: Mapping[str, Any] = {}
@@ -125,11 +126,6 @@ class LazyModelPersistor(ModelPersistor):
         if self._store is None:
             raise JobCheckpointError("the persistor has no checkpoints before the run starts")
         return self._store
-
-    @property
-    def resumed(self) -> Checkpoint | None:
-        """The round that the job resumes after, or None if it starts from the initial model."""
-        return self._resumed
 
     # ---- NVFlare's side ------------------------------------------------------------------------------------------
 
@@ -207,7 +203,7 @@ class LazyModelPersistor(ModelPersistor):
         last = self.store.latest()
         if last is not None and self.checkpoint_dir is not None:
             tensors = open_safetensors(last.path)
-            self._resumed, self._meta = last, last.meta
+            self.resumed, self._meta = last, last.meta
             self.log_info(fl_ctx, f"going on from {last.path}, after round {last.round}", fire_event=False)
             return tensors
         source = self._source(fl_ctx)

@@ -24,25 +24,21 @@ class LazyStorage:
     """
 
     def __init__(self, source: ByteSource) -> None:
-        self._source = source
+        #: Where to read from: the file, or the pinned memory if there is any.
+        self.source = source
         # A dictionary for its `setdefault`, which needs no lock: one that is held while another thread forks stays
         # held in the child for good.
         self._pinned: dict[str, PinnedSource] = {}
-
-    @property
-    def source(self) -> ByteSource:
-        """Where to read from: the file, or the pinned memory if there is any."""
-        return self._source
 
     def pin(self) -> torch.UntypedStorage:
         """Load the bytes, once, and return the storage that holds them."""
         pinned = self._pinned.get("")
         if pinned is None:
-            loaded = new_memory(torch.uint8, (self._source.nbytes,))
-            self._source.read_into(storage_bytes(loaded))
+            loaded = new_memory(torch.uint8, (self.source.nbytes,))
+            self.source.read_into(storage_bytes(loaded))
             # If several threads load at the same time, all of them use the bytes that the first one has loaded.
             pinned = self._pinned.setdefault("", PinnedSource(loaded))
-            self._source = pinned
+            self.source = pinned
         return pinned.storage
 
 

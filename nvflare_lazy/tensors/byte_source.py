@@ -95,7 +95,19 @@ def read_elements(
     source.read_into(view, start * dtype.itemsize)
 
 
-class SourceSlice(ByteSource):
+class DerivedSource(ByteSource):
+    """A source whose bytes come from another one, `_base`."""
+
+    _base: ByteSource
+
+    def describe(self) -> str:
+        return self._base.describe()
+
+    def file(self) -> TensorFile | None:
+        return self._base.file()
+
+
+class SourceSlice(DerivedSource):
     """A part of another source."""
 
     def __init__(self, base: ByteSource, offset: int, nbytes: int) -> None:
@@ -110,9 +122,6 @@ class SourceSlice(ByteSource):
     def _read_into(self, buffer: memoryview, offset: int) -> None:
         self._base._read_into(buffer, self._offset + offset)
 
-    def describe(self) -> str:
-        return self._base.describe()
-
     def slice(self, offset: int, nbytes: int) -> ByteSource:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes {offset} to {offset + nbytes} are outside of a slice of {self.nbytes}")
@@ -122,24 +131,17 @@ class SourceSlice(ByteSource):
         base = self._base.file_range()
         return None if base is None else (base[0], base[1] + self._offset)
 
-    def file(self) -> TensorFile | None:
-        return self._base.file()
-
 
 class MemorySource(ByteSource):
     """Bytes that are in memory already; kept alive, never copied until they are read."""
 
     def __init__(self, data: Buffer) -> None:
-        self._view = bytes_of(data).toreadonly()
-        self.nbytes = len(self._view)
-
-    @property
-    def view(self) -> memoryview:
-        """The bytes, read-only."""
-        return self._view
+        #: The bytes, read-only.
+        self.view = bytes_of(data).toreadonly()
+        self.nbytes = len(self.view)
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:
-        buffer[:] = self._view[offset : offset + len(buffer)]
+        buffer[:] = self.view[offset : offset + len(buffer)]
 
     def describe(self) -> str:
         return "memory"

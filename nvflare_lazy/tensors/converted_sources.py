@@ -16,19 +16,19 @@ import numpy as np
 import torch
 
 from nvflare_lazy.errors import UnsupportedDtypeError
-from nvflare_lazy.tensors.byte_source import ByteSource
+from nvflare_lazy.tensors.byte_source import DerivedSource
 from nvflare_lazy.tensors.tensor_memory import storage_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nvflare_lazy.tensors.tensor_file import TensorFile
+    from nvflare_lazy.tensors.byte_source import ByteSource
 
 # What is cast at once stays in the cache of a core.
 _TILE_ELEMENTS = 1 << 18
 
 
-class CastSource(ByteSource):
+class CastSource(DerivedSource):
     """The elements of a source in another type.
 
     Args:
@@ -43,7 +43,7 @@ class CastSource(ByteSource):
 
     def __init__(self, source: ByteSource, from_dtype: torch.dtype, to_dtype: torch.dtype) -> None:
         check_cast(from_dtype, to_dtype)
-        self._source = source
+        self._base = source
         self._from = from_dtype
         self._to = to_dtype
         self._largest = _largest_that_fits(from_dtype, to_dtype)
@@ -51,12 +51,6 @@ class CastSource(ByteSource):
         self.nbytes = source.nbytes // from_dtype.itemsize * to_dtype.itemsize
         #: Finite values read so far that were too large for the new type: they became infinite or its largest value.
         self.overflows = 0
-
-    def describe(self) -> str:
-        return self._source.describe()
-
-    def file(self) -> TensorFile | None:
-        return self._source.file()
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:
         width, done = self._to.itemsize, 0
@@ -70,7 +64,7 @@ class CastSource(ByteSource):
 
     def _read_tile(self, first: int, count: int) -> torch.Tensor:
         tile = torch.empty(count, dtype=self._from)
-        self._source.read_into(storage_bytes(tile), first * self._from.itemsize)
+        self._base.read_into(storage_bytes(tile), first * self._from.itemsize)
         if self._largest is not None:
             overflows = _count_larger(tile, self._largest)
             with self._lock:
@@ -107,19 +101,13 @@ def _largest_that_fits(from_dtype: torch.dtype, to_dtype: torch.dtype) -> float 
     return new if new < old else None
 
 
-class _ConvertedSource(ByteSource):
+class _ConvertedSource(DerivedSource):
     """Elements of `width` bytes that are changed in place after they were read."""
 
     def __init__(self, base: ByteSource, width: int) -> None:
         self._base = base
         self._width = width
         self.nbytes = base.nbytes
-
-    def describe(self) -> str:
-        return self._base.describe()
-
-    def file(self) -> TensorFile | None:
-        return self._base.file()
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:
         before = offset % self._width

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nvflare_lazy.tensors.byte_source import ByteSource
+from nvflare_lazy.tensors.byte_source import DerivedSource
 from nvflare_lazy.tensors.tensor_memory import extent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nvflare_lazy.tensors.tensor_file import TensorFile
+    from nvflare_lazy.tensors.byte_source import ByteSource
+
 
 # The largest single read from the storage.
 _BLOCK_BYTES = 4 << 20
@@ -29,7 +30,7 @@ _CHEAP_BYTES = 64 << 10
 _CHEAP_RATIO = 4
 
 
-class StridedSource(ByteSource):
+class StridedSource(DerivedSource):
     """The elements of a view over `base`, in row-major order.
 
     Strides and offset count elements; none is negative.
@@ -51,12 +52,6 @@ class StridedSource(ByteSource):
         self._itemsize = itemsize
         self._element: np.dtype[Any] = np.dtype(f"u{itemsize}" if itemsize in (1, 2, 4, 8) else f"V{itemsize}")
         self.nbytes = prod(shape) * itemsize
-
-    def describe(self) -> str:
-        return self._base.describe()
-
-    def file(self) -> TensorFile | None:
-        return self._base.file()
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:
         start, skipped = divmod(offset, self._itemsize)

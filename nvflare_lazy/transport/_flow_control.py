@@ -25,32 +25,17 @@ class InflightBudget:
 
     def __init__(self, limit: int = DEFAULT_BYTES) -> None:
         self._changed = threading.Condition()
-        self._limit = limit
-        self._used = 0
-        self._peak = 0
+        self.limit = limit
+        self.used = 0
+        self.peak = 0
         self._starving = 0
-
-    @property
-    def limit(self) -> int:
-        """The maximum number of bytes in flight."""
-        return self._limit
-
-    @property
-    def used(self) -> int:
-        """Bytes in flight now."""
-        return self._used
-
-    @property
-    def peak(self) -> int:
-        """The highest number of bytes that were in flight."""
-        return self._peak
 
     def resize(self, limit: int) -> None:
         """Change the limit; bytes in flight are not affected."""
         if limit < 1:
             raise ValueError(f"budget must be >= 1 byte, got {limit}")
         with self._changed:
-            self._limit = limit
+            self.limit = limit
             self._changed.notify_all()
 
     def acquire(self, nbytes: int, *, holding: int, timeout: float = 0.0) -> bool:
@@ -69,19 +54,19 @@ class InflightBudget:
                 finally:
                     self._starving -= 1
             if granted:
-                self._used += nbytes
-                self._peak = max(self._peak, self._used)
+                self.used += nbytes
+                self.peak = max(self.peak, self.used)
             return granted
 
     def release(self, nbytes: int) -> None:
         """Release reserved bytes."""
         with self._changed:
-            self._used -= nbytes
+            self.used -= nbytes
             self._changed.notify_all()
 
     def _fits(self, nbytes: int) -> bool:
         # Something must always be able to move, even through a budget smaller than a segment.
-        return self._used + nbytes <= self._limit or self._used == 0
+        return self.used + nbytes <= self.limit or self.used == 0
 
 
 # A tensor that is still on its way by then is part of a slow transfer: it no longer counts, and that transfer does not

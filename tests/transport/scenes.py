@@ -398,7 +398,7 @@ def limit_under_way(state: State, nbytes: int) -> None:
     from nvflare_lazy.transport import offload
 
     offload.runtime.budget.resize(nbytes)
-    offload.runtime.budget._peak = 0
+    offload.runtime.budget.peak = 0
 
 
 def max_in_flight(state: State) -> int:
