@@ -116,9 +116,9 @@ class AggregationReport:
 
 def shares_of(schema: RoundSchema, reduction: Reduction) -> dict[tuple[str, ...], Mapping[str, float] | None]:
     """Return the share of each contributor, for each set of contributors that have a tensor."""
-    everybody = tuple(range(len(schema.names)))
+    all_members = tuple(range(len(schema.names)))
     shares: dict[tuple[str, ...], Mapping[str, float] | None] = {}
-    for members in {everybody, *(schema.holders[key] for key in schema.specs)}:
+    for members in {all_members, *(schema.holders[key] for key in schema.specs)}:
         names = tuple(schema.names[member] for member in members)
         values = reduction.shares(members)
         shares[names] = None if values is None else dict(zip(names, values, strict=True))

@@ -51,7 +51,7 @@ class RuleContract:
 
     def test_same_bits_whatever_the_arrival_tiles_and_threads(self, tmp_path: Path) -> None:
         """The result has the same bits for any order of arrival, tile size, number of threads, and lazy inputs."""
-        contributions = self._some()
+        contributions = self._contributions()
         expected = _bits(self._aggregate(contributions, tmp_path / "out.safetensors", threads=1))
         names = sorted(contributions)
         for number, (tile, threads) in enumerate([("4KiB", 1), ("4KiB", 8), ("6000B", 3), ("1MiB", 2), (1, 5)]):
@@ -67,7 +67,7 @@ class RuleContract:
 
     def test_types_and_shapes_stay(self, tmp_path: Path) -> None:
         """The result has the dtypes and shapes of the contributions, for every dtype, and is finite."""
-        contributions = self._some(
+        contributions = self._contributions(
             {"scalar": ((), torch.float32)} | {str(dtype): ((2, 3), dtype) for dtype in _ALL_DTYPES}
         )
         result = self._aggregate(contributions, tmp_path / "out.safetensors").tensors
@@ -79,7 +79,7 @@ class RuleContract:
 
     def test_complex_numbers(self, tmp_path: Path) -> None:
         """Complex tensors are aggregated, or rejected by a rule that orders elements."""
-        contributions = self._some({"c": ((5,), torch.complex64)})
+        contributions = self._contributions({"c": ((5,), torch.complex64)})
 
         def aggregate() -> AggregationResult:
             return self._aggregate(contributions, tmp_path / "out.safetensors")
@@ -91,7 +91,7 @@ class RuleContract:
 
     def test_between_least_and_greatest(self, tmp_path: Path) -> None:
         """Each element of an average is within the range of the values sent and zero, the global model's value."""
-        contributions = self._some()
+        contributions = self._contributions()
         result = self._aggregate(contributions, tmp_path / "out.safetensors").tensors
         for key, value in result.items():
             sent = torch.stack([tensors[key].double() for tensors in contributions.values()])
@@ -101,7 +101,7 @@ class RuleContract:
 
     def test_failing_contribution_is_skipped(self, tmp_path: Path) -> None:
         """The result is that of the other contributions, and the report says which one was skipped and why."""
-        contributions = self._some()
+        contributions = self._contributions()
         broken = sorted(contributions)[4]
         others = {name: tensors for name, tensors in contributions.items() if name != broken}
         # The dtype that is read last: everything read before must be removed from the result.
@@ -115,7 +115,7 @@ class RuleContract:
 
     def test_too_few_contributors(self, tmp_path: Path) -> None:
         """With too few contributors, the error says how many are required, and no file is written."""
-        contributions = dict(sorted(self._some().items())[: self.rule.min_contributors])
+        contributions = dict(sorted(self._contributions().items())[: self.rule.min_contributors])
         fewer = dict([*contributions.items()][1:])
 
         def aggregate() -> AggregationResult:
@@ -131,32 +131,34 @@ class RuleContract:
 
     def test_says_how_the_result_was_made(self, tmp_path: Path) -> None:
         """The report consists of plain values, the file's metadata agrees, and the description recreates the rule."""
-        result = self._aggregate(self._some(), tmp_path / "out.safetensors")
+        result = self._aggregate(self._contributions(), tmp_path / "out.safetensors")
         written = json.loads(result.tensors.metadata[METADATA_KEY])
         assert written["rule"] == self.rule.describe()
         assert written["contributors"] == [f"site-{number}" for number in range(self.contributors)]
-        said = json.loads(json.dumps(result.report.as_dict()))
-        assert written == {key: said[key] for key in written}
+        reported = json.loads(json.dumps(result.report.as_dict()))
+        assert written == {key: reported[key] for key in written}
         if self.rule.name in rule_names():
             assert to_rule(self.rule.describe()) == self.rule
 
     def test_little_memory(self, tmp_path: Path) -> None:
         """A small budget leads to small tiles and the same result."""
-        contributions = self._some()
+        contributions = self._contributions()
         expected = _bits(self._aggregate(contributions, tmp_path / "out.safetensors"))
         result = self._aggregate(contributions, tmp_path / "small.safetensors", memory_budget="512KiB", threads=4)
         assert _bits(result) == expected
 
     def test_whole_updates(self, tmp_path: Path) -> None:
         """A contribution without a tensor is skipped if the rule requires all tensors, else ignored for that one."""
-        contributions = self._some()
+        contributions = self._contributions()
         lacking = sorted(contributions)[0]
         del contributions[lacking]["small"]
         result = self._aggregate(contributions, tmp_path / "out.safetensors", on_mismatch="skip")
         assert (lacking in result.report.skipped) == self.rule.requires_all_tensors
         assert ("small" in result.report.partial) == (not self.rule.requires_all_tensors)
 
-    def _some(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None) -> dict[str, Tensors]:
+    def _contributions(
+        self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None
+    ) -> dict[str, Tensors]:
         if tensors is None:
             # Tensors that end in the middle of a block, one of several tiles, and one without elements.
             tensors = {
@@ -174,13 +176,13 @@ class RuleContract:
     def _aggregate(
         self, contributions: Mapping[str, Mapping[str, Any]], out: Path, **settings: Any
     ) -> AggregationResult:
-        model = {key: torch.zeros_like(value) for key, value in self._some_of(contributions).items()}
+        model = {key: torch.zeros_like(value) for key, value in self._largest(contributions).items()}
         weights = {name: float(name[-1]) + 1 for name in contributions}
         aggregation = Aggregation(self.rule, fsync=False, **settings)
         return aggregation.run(contributions, out, weights=weights, reference=model)
 
     @staticmethod
-    def _some_of(contributions: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    def _largest(contributions: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
         return max(contributions.values(), key=len, default={})
 
 

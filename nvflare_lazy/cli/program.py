@@ -92,9 +92,9 @@ def main() -> NoReturn:
     try:
         code = _flush_after(run(sys.argv[1:]))
     except BrokenPipeError:
-        _die_of(signal.SIGPIPE)
+        _exit_by_signal(signal.SIGPIPE)
     except SignalReceived as received:
-        _die_of(received.signum)
+        _exit_by_signal(received.signum)
     sys.exit(code)
 
 
@@ -137,7 +137,7 @@ def _stop(signum: int, frame: FrameType | None) -> NoReturn:
     raise SignalReceived(signum)
 
 
-def _die_of(signum: int) -> NoReturn:
+def _exit_by_signal(signum: int) -> NoReturn:
     """End the process by the signal, so that the calling shell ends its loop or pipe."""
     _drop_output()
     signal.signal(signum, signal.SIG_DFL)

@@ -78,7 +78,7 @@ class CheckpointStore:
         number = 0 if round_number is None else round_number
         path = self._rounds / f"round-{number:05d}.safetensors"
         self._put(weights, path)
-        if not _name_also(path, self.model_path):
+        if not _add_name(path, self.model_path):
             save(weights, self.model_path)
         self._record(Checkpoint(round_number, path, meta or {}))
         self._prune()
@@ -121,7 +121,7 @@ class CheckpointStore:
 
     def _put(self, weights: Mapping[str, Any], path: Path) -> None:
         held = file_holding(weights)
-        if held is None or not self._is_own(held) or not _name_also(Path(held.path), path):
+        if held is None or not self._is_own(held) or not _add_name(Path(held.path), path):
             save(weights, path)
         else:
             # Aggregation does not wait for the disk; a checkpoint that counts does.
@@ -166,7 +166,7 @@ def json_part(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool)) else None
 
 
-def _name_also(path: Path, name: Path) -> bool:
+def _add_name(path: Path, name: Path) -> bool:
     """Give a file one more name, which replaces the file of that name; False if it cannot be linked to."""
     hidden = name.with_name(f".{name.name}.{secrets.token_hex(6)}.tmp")
     try:

@@ -160,7 +160,7 @@ def find_mismatch(weights: Mapping[str, Any], reference: Mapping[str, Any]) -> s
         return "it has no tensors"
     unexpected = [name for name in weights if name not in reference]
     if unexpected:
-        return f"the global model has no {_some(unexpected)}"
+        return f"the global model has no {_listed(unexpected)}"
     for name, value in weights.items():
         if not is_weight(value):
             return f"{name!r} must be a tensor or an array, got {type(value).__name__}"
@@ -183,6 +183,6 @@ def find_shape_mismatch(weights: Mapping[str, Any], reference: Mapping[str, Any]
     return None
 
 
-def _some(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     named = ", ".join(repr(name) for name in names[:_MAX_NAMES])
     return named if len(names) <= _MAX_NAMES else f"{named} and {len(names) - _MAX_NAMES} more"

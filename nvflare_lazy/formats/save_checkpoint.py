@@ -130,7 +130,7 @@ def save_safetensors_streaming(
             promise = next(expected, None)
             if promise is None:
                 raise MetadataMismatchError(f"{target}: {quoted(name)} came after the last promised tensor")
-            _check_promise(promise, tensor_meta(name, tensor), target)
+            _check_metadata(promise, tensor_meta(name, tensor), target)
             writer.copy(name, tensor_bytes(name, tensor))
         missing = next(expected, None)
         if missing is not None:
@@ -147,7 +147,7 @@ def collect_state_dict_meta(tensor_iter: Iterable[tuple[str, torch.Tensor]]) -> 
     return [tensor_meta(name, tensor) for name, tensor in tensor_iter]
 
 
-def _check_promise(promise: TensorMeta, meta: TensorMeta, where: str) -> None:
+def _check_metadata(promise: TensorMeta, meta: TensorMeta, where: str) -> None:
     if meta.name != promise.name:
         raise MetadataMismatchError(f"{where}: {quoted(meta.name)} came where {quoted(promise.name)} was promised")
     if meta.dtype != promise.dtype:

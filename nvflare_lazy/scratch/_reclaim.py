@@ -71,7 +71,7 @@ def list_scratch(root: str | os.PathLike[str] | None = None) -> list[LeaseInfo]:
     leases = []
     with _open_root(directory) as root_fd:
         for name in _list_jobs(root_fd):
-            with _examine(root_fd, directory, name, exclusive=False) as lease:
+            with _inspect_lease(root_fd, directory, name, exclusive=False) as lease:
                 if lease:
                     leases.append(replace(lease, nbytes=tree_size(name, dir_fd=root_fd)))
     return leases
@@ -124,7 +124,7 @@ def _list_jobs(root_fd: int) -> list[str]:
 
 
 def _reclaim_one(root_fd: int, root: Path, name: str, *, include_other_hosts: bool) -> LeaseInfo | None:
-    with _examine(root_fd, root, name) as lease:
+    with _inspect_lease(root_fd, root, name) as lease:
         if lease is None or lease.alive:
             return None
         if lease.alive is None and not include_other_hosts:
@@ -143,7 +143,7 @@ def _reclaim_one(root_fd: int, root: Path, name: str, *, include_other_hosts: bo
 
 
 @contextlib.contextmanager
-def _examine(root_fd: int, root: Path, name: str, *, exclusive: bool = True) -> Iterator[LeaseInfo | None]:
+def _inspect_lease(root_fd: int, root: Path, name: str, *, exclusive: bool = True) -> Iterator[LeaseInfo | None]:
     """Examine a job's directory, except for its size, and hold its locks meanwhile; None if it was just removed."""
     with contextlib.ExitStack() as held:
         lease_fd = _try_open(held, open_lease, f"{name}.lease", root_fd)
@@ -162,7 +162,7 @@ def _examine(root_fd: int, root: Path, name: str, *, exclusive: bool = True) -> 
         fd = lease_fd if lease_fd is not None else directory_fd
         assert fd is not None
         record = read_record(fd) if lease_fd is not None else None
-        alive, reason = _judge(record, lock)
+        alive, reason = _liveness(record, lock)
         yield LeaseInfo(
             path=root / name,
             job=record.job if record else "",
@@ -183,7 +183,7 @@ def _try_open(held: contextlib.ExitStack, open_: Callable[..., int], name: str, 
     return fd
 
 
-def _judge(record: OwnerRecord | None, lock: Lock) -> tuple[bool | None, str]:
+def _liveness(record: OwnerRecord | None, lock: Lock) -> tuple[bool | None, str]:
     """Return whether an owner is running, and why: the lock proves most cases, the record decides the others."""
     if lock is Lock.HELD:
         return True, "its lock is held"

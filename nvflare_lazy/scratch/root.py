@@ -90,14 +90,14 @@ def _cache_root() -> Path:
     home = Path(os.environ.get("HOME", ""))
     base = cache if cache.is_absolute() else home
     # After sudo, the home is still the caller's; in a container it may belong to no user.
-    if not base.is_absolute() or not _is_ours(base):
+    if not base.is_absolute() or not _is_owned(base):
         return _temporary_root()
     if base is home:
         cache = home / ("Library/Caches" if sys.platform == "darwin" else ".cache")
     return Path(os.path.abspath(cache)) / "nvflare-lazy" / "scratch"
 
 
-def _is_ours(directory: Path) -> bool:
+def _is_owned(directory: Path) -> bool:
     """Whether a directory, or the nearest one above it that exists, belongs to this user."""
     for place in (directory, *directory.parents):
         with contextlib.suppress(OSError):

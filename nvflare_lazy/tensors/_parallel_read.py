@@ -179,9 +179,9 @@ def parallel_for_ranges(work: Callable[[int, int], None], nbytes: int) -> None:
 _helpers = _Helpers()
 
 
-def _forget_helpers() -> None:
+def _reset_after_fork() -> None:
     global _helpers
     _helpers = _Helpers()
 
 
-os.register_at_fork(after_in_child=_forget_helpers)
+os.register_at_fork(after_in_child=_reset_after_fork)

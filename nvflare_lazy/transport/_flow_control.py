@@ -87,7 +87,7 @@ class Slot:
         self.slow = False
         self._since = time.monotonic()
 
-    def note_age(self) -> None:
+    def update_age(self) -> None:
         """Check whether it takes too long."""
         self.slow = self.slow or time.monotonic() - self._since > _SLOW_SECONDS
 
@@ -160,7 +160,7 @@ class WholeTensorThrottle:
 
     def _end(self, slot: Slot | None) -> None:
         if slot in self._taken:
-            slot.note_age()
+            slot.update_age()
             self._taken.remove(slot)
             self._changed.notify_all()
 
@@ -171,7 +171,7 @@ class WholeTensorThrottle:
 
     def _used(self) -> int:
         for slot in list(self._taken):
-            slot.note_age()
+            slot.update_age()
             if slot.slow:
                 self._taken.remove(slot)
         return sum(slot.nbytes for slot in self._taken)

@@ -102,7 +102,7 @@ def serving(ref_id: str, requester: str) -> Iterator[_Ref | None]:
         ref.tx.end_op()
 
 
-def note_sent(ref: _Ref, requester: str, nbytes: int) -> None:
+def record_sent(ref: _Ref, requester: str, nbytes: int) -> None:
     """Count bytes sent for the transaction's totals and its progress."""
     ref.tx.add_total_bytes(nbytes)
     ref.emit_progress(receiver_id=requester, state=TransferProgressState.ACTIVE, bytes_delta=nbytes)

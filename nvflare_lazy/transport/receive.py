@@ -248,7 +248,7 @@ class ProgressRelay:
     def __call__(self, **event: Any) -> None:
         """Pass an event of `download_object` on."""
         self._ref_id = event.get("ref_id")
-        self._tell({**event, "bytes_done": event.get("bytes_done", 0) + self._bytes})
+        self._report({**event, "bytes_done": event.get("bytes_done", 0) + self._bytes})
 
     def bytes_received(self, nbytes: int) -> None:
         """Report bytes that did not pass through NVFlare's own loop."""
@@ -256,9 +256,9 @@ class ProgressRelay:
         if nbytes > self._bytes and now - self._told >= _PROGRESS_SECONDS:
             self._bytes = nbytes
             event = {"ref_id": self._ref_id, "bytes_done": nbytes, "items_done": None, "state": "active"}
-            self._tell({**event, "timestamp": now})
+            self._report({**event, "timestamp": now})
 
-    def _tell(self, event: dict[str, Any]) -> None:
+    def _report(self, event: dict[str, Any]) -> None:
         with self._lock:
             self._sequence += 1
             self._told = time.time()

@@ -94,19 +94,19 @@ def register() -> Registration:
 
 def registered() -> Registration:
     """Return the handlers of tensors, arrays and references in this process, without changing them."""
-    return Registration(tuple(_look(kind()) for kind in _KINDS))
+    return Registration(tuple(_find_handler(kind()) for kind in _KINDS))
 
 
 def _put(kind: type[Decomposer]) -> Handler:
-    found = _look(kind())
+    found = _find_handler(kind())
     if found.ours:
         return found
     replaced = _nvflare_private.replace_decomposer(kind())
-    after = _look(kind())
+    after = _find_handler(kind())
     return Handler(after.type_name, after.dot, after.in_place, after.ours, _name(replaced))
 
 
-def _look(wanted: Any) -> Handler:
+def _find_handler(wanted: Any) -> Handler:
     type_name = get_class_name(wanted.supported_type())
     dot = next(iter(wanted.supported_dots() or ()), None)
     registered = _nvflare_private.registered_for(type_name)

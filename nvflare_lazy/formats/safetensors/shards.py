@@ -159,7 +159,7 @@ def open_directory(directory: str, open_file: Callable[[str], LazyTensorDict]) -
         return open_file(os.path.join(directory, counting[0]))
     shards = _without_index(directory, sorted(files))
     if not shards:
-        _explain_nothing(directory, names)
+        _raise_no_checkpoint(directory, names)
     return _open_all(directory, shards, open_file)
 
 
@@ -220,7 +220,7 @@ def _open_all(directory: str, files: list[str], open_file: Callable[[str], LazyT
     return LazyTensorDict.from_entries(entries, metadata=common_metadata(opened))
 
 
-def _explain_nothing(directory: str, names: list[str]) -> NoReturn:
+def _raise_no_checkpoint(directory: str, names: list[str]) -> NoReturn:
     other = [name for name in names if name.endswith(_OTHER_SUFFIXES)]
     if "saved_model.pb" in names:
         found = "a TensorFlow SavedModel: export its weights to safetensors first"

@@ -113,7 +113,7 @@ class StreamingWriter:
             data: The bytes, row-major and little-endian.
         """
         view = memoryview(data).cast("B")
-        with self._remembering_failure():
+        with self._record_failure():
             slot = self._slot(name, offset, offset + len(view))
             slot.file.write_at(view, slot.offset + offset)
             self._record_written(name, slot, offset, offset + len(view))
@@ -126,7 +126,7 @@ class StreamingWriter:
             source: Its bytes, row-major and little-endian.
             progress: Called with a number of bytes each time some were written.
         """
-        with self._remembering_failure():
+        with self._record_failure():
             slot = self._slot(name, 0, source.nbytes)
 
             def written(begin: int, end: int) -> None:
@@ -185,7 +185,7 @@ class StreamingWriter:
             self.commit()
 
     @contextmanager
-    def _remembering_failure(self) -> Iterator[None]:
+    def _record_failure(self) -> Iterator[None]:
         """Prevent a commit after a failure, even if the failed thread does not report it."""
         try:
             yield

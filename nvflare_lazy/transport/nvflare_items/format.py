@@ -58,7 +58,7 @@ def unpack_tensors(item: Any, sender: str) -> Iterator[tuple[str, Any, tuple[int
     Raises:
         ProtocolError: If the item is not what its header says.
     """
-    with _damage_reported(item, sender):
+    with _report_damage(item, sender):
         header = parse_message(item, f"an item from {sender}", max_header_bytes=_MAX_HEADER_BYTES)
         view = memoryview(item)
         for name, (row, shape, offset, nbytes) in header.tensors.items():
@@ -77,7 +77,7 @@ def unpack_arrays(item: Any, sender: str) -> Iterator[tuple[str, Any, tuple[int,
     Raises:
         ProtocolError: If the item is not what its header says.
     """
-    with _damage_reported(item, sender):
+    with _report_damage(item, sender):
         view = memoryview(item)
         with zipfile.ZipFile(io.BytesIO(item)) as archive:
             for info in archive.infolist():
@@ -95,7 +95,7 @@ def unpack_arrays(item: Any, sender: str) -> Iterator[tuple[str, Any, tuple[int,
 
 
 @contextmanager
-def _damage_reported(item: Any, sender: str) -> Iterator[None]:
+def _report_damage(item: Any, sender: str) -> Iterator[None]:
     if not isinstance(item, (bytes, bytearray, memoryview)):
         raise ProtocolError(f"{sender} sent an invalid item: expected bytes, got {type(item).__name__}")
     try:

@@ -116,7 +116,7 @@ class SegmentServer:
                 job.refuse(f"{type(error).__name__}: {error}")
                 return
             if job.send(data):
-                _nvflare_private.note_sent(ref, job.requester, len(data))
+                _nvflare_private.record_sent(ref, job.requester, len(data))
 
 
 def _read(payload: Payload, request: protocol.Request) -> bytearray | memoryview:
