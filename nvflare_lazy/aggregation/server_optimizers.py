@@ -175,13 +175,7 @@ class FedAvgM(ServerOptimizer):
 
 @dataclass(frozen=True)
 class _Adaptive(ServerOptimizer):
-    """The base of the adaptive optimizers: a mean of differences, divided by the root of a mean of their squares.
-
-    Args:
-        lr: The step size.
-        beta1: The fraction of the mean of differences that is kept.
-        tau: The degree of adaptivity: a constant added to the root, and the initial root.
-    """
+    """The base of the adaptive optimizers: a mean of differences, divided by the root of a mean of their squares."""
 
     lr: float = 0.01
     beta1: float = 0.9
@@ -212,13 +206,7 @@ class _Adaptive(ServerOptimizer):
 
 @dataclass(frozen=True)
 class FedAdagrad(_Adaptive):
-    """Adagrad: sums the squares of all steps.
-
-    Args:
-        lr: The step size.
-        beta1: The fraction of the mean of differences that is kept.
-        tau: The degree of adaptivity: a constant added to the root, and the initial root.
-    """
+    """Adagrad: sums the squares of all steps. Accepts the parameters of `FedAdam` except `beta2`."""
 
     beta1: float = 0.0
 

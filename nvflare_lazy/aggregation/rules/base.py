@@ -8,7 +8,7 @@ tiles. To add a way of aggregating, write a rule.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -104,6 +104,22 @@ class Rule(ABC):
         rule: object = self
         parameters = {field.name: getattr(rule, field.name) for field in fields(rule)} if is_dataclass(rule) else {}
         return {"name": self.name or type(self).__name__, **parameters}
+
+
+@dataclass(frozen=True)
+class ByzantineTolerantRule(Rule):
+    """A rule that tolerates a given number of malicious (Byzantine) contributors."""
+
+    num_byzantine: int = 1
+
+    requires_all_tensors: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if type(self.num_byzantine) is not int or self.num_byzantine < 0:
+            raise ValueError(
+                "num_byzantine (malicious contributors to tolerate) must be a non-negative integer, got "
+                f"{self.num_byzantine!r}"
+            )
 
 
 class CoordinateRule(Rule):

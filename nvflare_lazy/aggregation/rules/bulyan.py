@@ -17,8 +17,7 @@ import torch
 from nvflare_lazy.aggregation._engine.mean import MEAN_BYTES, Weights, mean_into
 from nvflare_lazy.aggregation.reduction import Reduction
 from nvflare_lazy.aggregation.rules._sorting_network import bytes_for_sorting, sorted_values
-from nvflare_lazy.aggregation.rules.base import Rule
-from nvflare_lazy.aggregation.rules.coordinates import check_num_byzantine
+from nvflare_lazy.aggregation.rules.base import ByzantineTolerantRule
 from nvflare_lazy.aggregation.rules.krum import krum_scores
 from nvflare_lazy.aggregation.statistics import PairwiseDistances
 
@@ -28,21 +27,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Bulyan(Rule):
+class Bulyan(ByzantineTolerantRule):
     """Selects n - 2f updates by Krum, one at a time; averages for each element the n - 4f closest to its median.
 
     Args:
         num_byzantine: Number of malicious (Byzantine) contributors to tolerate, f.
     """
 
-    num_byzantine: int = 1
-
     name: ClassVar[str] = "bulyan"
-    requires_all_tensors: ClassVar[bool] = True
     uses_order: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_num_byzantine(self.num_byzantine)
 
     @property
     def min_contributors(self) -> int:

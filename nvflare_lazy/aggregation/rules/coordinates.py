@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from nvflare_lazy.aggregation._engine.mean import MEAN_BYTES, Weights, mean_into
 from nvflare_lazy.aggregation.reduction import Reduction
 from nvflare_lazy.aggregation.rules._sorting_network import bytes_for_sorting, sorted_values
-from nvflare_lazy.aggregation.rules.base import Rule
+from nvflare_lazy.aggregation.rules.base import ByzantineTolerantRule, Rule
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ class Median(Rule):
 
 
 @dataclass(frozen=True)
-class TrimmedMean(Rule):
+class TrimmedMean(ByzantineTolerantRule):
     """The mean of each element without its smallest and its largest values.
 
     Args:
@@ -49,14 +49,8 @@ class TrimmedMean(Rule):
             side.
     """
 
-    num_byzantine: int = 1
-
     name: ClassVar[str] = "trimmed_mean"
-    requires_all_tensors: ClassVar[bool] = True
     uses_order: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_num_byzantine(self.num_byzantine)
 
     @property
     def min_contributors(self) -> int:
@@ -82,11 +76,3 @@ class _MiddleMean(Reduction):
             out.copy_(middle[0])
         else:
             mean_into(out, middle.__getitem__, Weights.of([1] * len(middle)), tile.arena)
-
-
-def check_num_byzantine(num_byzantine: int) -> None:
-    """Raise if the value is not a number of contributors."""
-    if type(num_byzantine) is not int or num_byzantine < 0:
-        raise ValueError(
-            f"num_byzantine (malicious contributors to tolerate) must be a non-negative integer, got {num_byzantine!r}"
-        )

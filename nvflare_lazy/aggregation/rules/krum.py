@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from nvflare_lazy.aggregation.reduction import LinearCombination, SelectContributor
-from nvflare_lazy.aggregation.rules.base import Rule
-from nvflare_lazy.aggregation.rules.coordinates import check_num_byzantine
+from nvflare_lazy.aggregation.rules.base import ByzantineTolerantRule
 from nvflare_lazy.aggregation.statistics import PairwiseDistances
 
 if TYPE_CHECKING:
@@ -33,20 +32,14 @@ def krum_scores(distances: np.ndarray[Any, Any], num_byzantine: int) -> np.ndarr
 
 
 @dataclass(frozen=True)
-class Krum(Rule):
+class Krum(ByzantineTolerantRule):
     """The update with the lowest score, unchanged; in a tie, the first by name.
 
     Args:
         num_byzantine: Number of malicious (Byzantine) contributors to tolerate.
     """
 
-    num_byzantine: int = 1
-
     name: ClassVar[str] = "krum"
-    requires_all_tensors: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_num_byzantine(self.num_byzantine)
 
     @property
     def min_contributors(self) -> int:
@@ -61,7 +54,7 @@ class Krum(Rule):
 
 
 @dataclass(frozen=True)
-class MultiKrum(Rule):
+class MultiKrum(ByzantineTolerantRule):
     """The mean of the updates with the lowest scores.
 
     Args:
@@ -69,14 +62,12 @@ class MultiKrum(Rule):
         num_selected: Number of updates to average, at most n - f - 2 of n. Default: n - f - 2.
     """
 
-    num_byzantine: int = 1
     num_selected: int | None = None
 
     name: ClassVar[str] = "multi_krum"
-    requires_all_tensors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_num_byzantine(self.num_byzantine)
+        super().__post_init__()
         if self.num_selected is not None and self.num_selected < 1:
             raise ValueError(
                 f"num_selected (number of updates to average) must be at least 1, not {self.num_selected!r}"
