@@ -45,13 +45,6 @@ logger = logging.getLogger(__name__)
 class JobScratch:
     """A leased directory for everything that a job receives; `JobScratch.open` creates them.
 
-    | member | what it is |
-    |---|---|
-    | `download()` | a directory for one download |
-    | `used`, `peak`, `free()` | bytes held, most ever held, still possible |
-    | `root_info`, `root_info.warnings` | the file system of the root, and its problems |
-    | `release()` | the end, also as a context manager |
-
     Example:
         >>> with JobScratch.open("/data/scratch", job="job-7", quota="50GiB") as job:
         ...     download = job.download("result of site-1")

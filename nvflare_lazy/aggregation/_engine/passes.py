@@ -7,6 +7,7 @@ ends the pass, and the caller skips the contribution.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,38 +31,29 @@ if TYPE_CHECKING:
 _STRETCH = 128 * BLOCK
 
 
+@dataclass(frozen=True)
 class Engine:
     """Passes over some groups of tensors, within a budget of bytes for all threads together.
 
     Default: one thread per core, and the fastest size of tiles.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[TensorGroup],
-        *,
-        budget: int,
-        threads: int | None,
-        tile_bytes: int | None,
-        non_finite: NonFinitePolicy,
-        monitor: PassMonitor,
-    ) -> None:
-        self._groups = groups
-        self._budget = budget
-        self._threads = threads
-        self._tile_bytes = tile_bytes
-        self._non_finite = non_finite
-        self._monitor = monitor
+    groups: Sequence[TensorGroup]
+    budget: int
+    threads: int | None
+    tile_bytes: int | None
+    non_finite: NonFinitePolicy
+    monitor: PassMonitor
 
     def compute_statistic(self, statistic: Statistic) -> Any:
         """Read all floating-point tensors and return the result of the statistic."""
-        groups = [group for group in self._groups if group.is_float]
+        groups = [group for group in self.groups if group.is_float]
         count = max((len(group.members) for group in groups), default=0)
         sums = statistic.num_sums(count)
         plan = plan_memory(
-            self._budget,
+            self.budget,
             statistic.bytes_per_element(count) + _buffer_bytes(groups),
-            threads=self._threads,
+            threads=self.threads,
             tile=min(self._tile_of(groups) or _STRETCH, _STRETCH),
             fixed=sums * (_STRETCH // BLOCK) * 8,
         )
@@ -74,46 +66,46 @@ class Engine:
             end = min(start + _STRETCH, group.numel)
             for begin in range(start, end, plan.tile):
                 mark = arena.mark()
-                tile = Tile(group, begin, min(plan.tile, end - begin), arena, self._non_finite)
+                tile = Tile(group, begin, min(plan.tile, end - begin), arena, self.non_finite)
                 first = (begin - start) // BLOCK
                 statistic.accumulate(tile, blocks[:, first : first + -(-tile.count // BLOCK)])
-                self._monitor.advance(tile.nbytes)
+                self.monitor.advance(tile.nbytes)
                 arena.release(mark)
             return blocks.sum(dim=1)
 
-        self._monitor.start(statistic.name, sum(map(_bytes_to_read, groups)))
-        run_tiles(_tiles(groups, _STRETCH), work, plan, self._monitor, collect=totals.add_)
+        self.monitor.start(statistic.name, sum(map(_bytes_to_read, groups)))
+        run_tiles(_tiles(groups, _STRETCH), work, plan, self.monitor, collect=totals.add_)
         return statistic.result(totals.numpy(), count)
 
     def reduce(self, reduction: Reduction, stage: str, writer: StreamingWriter) -> None:
         """Reduce all tiles and write them; `stage` is the name of the pass in progress bars."""
         outputs = {
-            group.index: OutputVector(group.names, group.sizes, group.inputs[0].dtype, writer) for group in self._groups
+            group.index: OutputVector(group.names, group.sizes, group.inputs[0].dtype, writer) for group in self.groups
         }
-        count = max(len(group.members) for group in self._groups)
-        out_bytes = max(group.inputs[0].dtype.itemsize for group in self._groups)
+        count = max(len(group.members) for group in self.groups)
+        out_bytes = max(group.inputs[0].dtype.itemsize for group in self.groups)
         plan = plan_memory(
-            self._budget,
-            reduction.bytes_per_element(count) + out_bytes + _buffer_bytes(self._groups),
-            threads=self._threads,
-            tile=self._tile_of(self._groups),
+            self.budget,
+            reduction.bytes_per_element(count) + out_bytes + _buffer_bytes(self.groups),
+            threads=self.threads,
+            tile=self._tile_of(self.groups),
         )
 
         def work(task: tuple[TensorGroup, int], arena: Arena) -> None:
             group, start = task
-            tile = Tile(group, start, min(plan.tile, group.numel - start), arena, self._non_finite)
+            tile = Tile(group, start, min(plan.tile, group.numel - start), arena, self.non_finite)
             out, buffer = arena.take_buffer(group.inputs[0].dtype, tile.count)
             reduction.reduce(tile, out)
             outputs[group.index].write(start, buffer)
-            self._monitor.advance(tile.nbytes)
+            self.monitor.advance(tile.nbytes)
 
-        self._monitor.start(stage, sum(map(_bytes_to_read, self._groups)))
-        run_tiles(_tiles(self._groups, plan.tile), work, plan, self._monitor)
+        self.monitor.start(stage, sum(map(_bytes_to_read, self.groups)))
+        run_tiles(_tiles(self.groups, plan.tile), work, plan, self.monitor)
 
     def _tile_of(self, groups: Sequence[TensorGroup]) -> int | None:
-        if self._tile_bytes is None or not groups:
+        if self.tile_bytes is None or not groups:
             return None
-        return self._tile_bytes // max(group.inputs[0].dtype.itemsize for group in groups)
+        return self.tile_bytes // max(group.inputs[0].dtype.itemsize for group in groups)
 
 
 def _tiles(groups: Sequence[TensorGroup], step: int) -> Iterator[tuple[TensorGroup, int]]:

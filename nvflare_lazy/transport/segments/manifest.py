@@ -27,6 +27,7 @@ _MAX_AXES = 64
 _MAX_TOTAL_BYTES = 1 << 62
 
 
+@dataclass(slots=True)
 class ManifestItem:
     """One tensor of a payload.
 
@@ -39,15 +40,12 @@ class ManifestItem:
         alias: Whether these are the bytes of an earlier item: tied tensors travel once.
     """
 
-    __slots__ = ("alias", "dtype", "name", "nbytes", "offset", "shape")
-
-    def __init__(self, name: str, dtype: Any, shape: tuple[int, ...], nbytes: int, offset: int, alias: bool) -> None:
-        self.name = name
-        self.dtype = dtype
-        self.shape = shape
-        self.nbytes = nbytes
-        self.offset = offset
-        self.alias = alias
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+    nbytes: int
+    offset: int
+    alias: bool
 
 
 @dataclass(frozen=True)
