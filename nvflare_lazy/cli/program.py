@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from difflib import get_close_matches
-from importlib.util import find_spec
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, NoReturn
 
@@ -26,38 +25,30 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
 
-# Loaded when used. A module in this table imports nothing heavy at its top, since `--help` loads them all.
-COMMANDS = {
-    "inspect": "nvflare_lazy.cli.inspect:inspect",
-    "convert": "nvflare_lazy.cli.convert:convert",
-    "verify": "nvflare_lazy.cli.verify:verify",
-    "aggregate": "nvflare_lazy.cli.aggregate:aggregate",
-    "doctor": "nvflare_lazy.cli.doctor:doctor",
-    "clean": "nvflare_lazy.cli.clean:clean",
-}
+# Each is a function in the module of its name, which is loaded when it is used. These modules import nothing heavy at
+# their top, since `--help` loads them all.
+COMMANDS = ("inspect", "convert", "verify", "aggregate", "doctor", "clean")
 
 
 class LazyCommandGroup(click.Group):
     """Imports the module of a subcommand when the subcommand is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for name, home in COMMANDS.items() if find_spec(home.partition(":")[0])]
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.list_commands(ctx):
+        if cmd_name not in COMMANDS:
             return None
-        module, _, attribute = COMMANDS[cmd_name].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        command: click.Command = getattr(importlib.import_module(f"nvflare_lazy.cli.{cmd_name}"), cmd_name)
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command, or suggest the closest one."""
-        known = self.list_commands(ctx)
-        if args[0] not in known and not args[0].startswith("-"):
-            close = get_close_matches(args[0], known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"Available: {', '.join(known)}."
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            close = get_close_matches(args[0], COMMANDS, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"Available: {', '.join(COMMANDS)}."
             ctx.fail(f"No such command {args[0]!r}. {hint}")
         return super().resolve_command(ctx, args)
 

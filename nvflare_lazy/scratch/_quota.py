@@ -182,9 +182,7 @@ class QuotaReservation:
     def adopt(self, before: int, now: int) -> None:
         """Count a file that was not written through this package, and release the rest of the reserved bytes.
 
-        Args:
-            before: Bytes that were counted for it before.
-            now: Bytes it has on the disk.
+        The file has `now` bytes on the disk, and `before` of them were counted for it before.
         """
         with self._lock:
             if self._closed:
@@ -205,12 +203,7 @@ class QuotaReservation:
         self._quota.record_written(nbytes)
 
     def release_unused(self, nbytes: int, pending: int) -> None:
-        """Release bytes that a file did not need.
-
-        Args:
-            nbytes: How many.
-            pending: How many of the file's bytes are not going to be written.
-        """
+        """Release bytes that a file did not need; `pending` of the file's bytes are not going to be written."""
         with self._lock:
             if not self._closed:
                 self._release(nbytes, pending)

@@ -234,10 +234,7 @@ class DownloadDirectory:
     def record_complete(self, file_name: str, unused: int, pending: int) -> None:
         """Record that a file was received completely: only such files are recycled.
 
-        Args:
-            file_name: The file.
-            unused: Bytes reserved for it beyond its end.
-            pending: Bytes reserved for it that are not going to be written.
+        Releases the `unused` bytes reserved for it beyond its end. `pending` of its bytes are not going to be written.
         """
         self._complete.add(file_name)
         self.reservation.release_unused(unused, pending)

@@ -74,7 +74,7 @@ class JobScratch:
         """Reclaim the directories of processes that no longer exist, then lease a directory under the root.
 
         Args:
-            root: Where, or the default one.
+            root: The scratch root. Default: `NVFLARE_LAZY_SCRATCH`, else in the cache directory of the user.
             job: The job's name, for lists of leases. It never becomes part of a path.
             quota: Most bytes to hold at a time, such as "50GiB".
             min_free: How much of the file system to leave free, such as "2GiB" or "5%". Default: 1 GiB, or a

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pty
 import re
@@ -29,12 +28,11 @@ def test_version(cli):
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_help_lists_the_commands(cli, option):
-    """Those whose modules exist, each with a line about it."""
+    """All of them, each with a line about it."""
     code, out, _ = cli(option)
     assert code == 0
     listed = re.findall(r"^  ([a-z]+)  +[A-Z].*\.$", out, flags=re.MULTILINE)
-    assert listed == [name for name, home in COMMANDS.items() if importlib.util.find_spec(home.split(":")[0])]
-    assert {"inspect", "convert", "verify"} <= set(listed)
+    assert listed == list(COMMANDS)
 
 
 @pytest.mark.parametrize("name", ["inspect", "convert", "verify"])
