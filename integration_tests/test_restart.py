@@ -137,7 +137,7 @@ def test_a_job_begins_with_what_another_one_saves(run_job: JobRunner, tmp_path: 
 
     run_job(job_in(checkpoints, rounds=3), during=begin_another)
     (other,) = taken
-    assert f"beginning with the checkpoint {checkpoints / MODEL_NAME}" in other.server_log
+    assert f"starting with the checkpoint {checkpoints / MODEL_NAME}" in other.server_log
     assert check(checkpoints) == 2
     # It has added a round to one of the rounds of the first job.
     found = nvflare_lazy.open(tmp_path / "other" / MODEL_NAME)["layer00003"].numpy()

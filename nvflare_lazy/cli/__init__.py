@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `nvflare-lazy` command: checkpoints and jobs from a shell.
 
-Stands at the end of the walk of a round, where a person wants to see what is on the disk. Importing it loads neither
-torch nor NVFlare; a subcommand loads what it needs when it runs.
+Importing it loads neither torch nor NVFlare; a subcommand loads what it needs when it runs.
 """
 
 from nvflare_lazy.cli.program import main

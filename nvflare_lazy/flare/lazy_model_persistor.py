@@ -94,8 +94,8 @@ class LazyModelPersistor(ModelPersistor):
         for name in (global_model_file_name, best_global_model_file_name):
             if Path(name).name != name or not name.endswith(SUFFIX):
                 raise ValueError(
-                    f"{name!r} is no name for a model file here: it must end with {SUFFIX}; "
-                    "for a PyTorch file as well, set save_pytorch"
+                    f"invalid model file name {name!r}: expected a name that ends with {SUFFIX}; "
+                    "set save_pytorch=True to also write a PyTorch file"
                 )
         if keep_rounds < 1:
             raise ValueError(f"keep_rounds={keep_rounds}: at least the last round has to be kept")
@@ -204,11 +204,11 @@ class LazyModelPersistor(ModelPersistor):
         if last is not None and self.checkpoint_dir is not None:
             tensors = open_safetensors(last.path)
             self.resumed, self._meta = last, last.meta
-            self.log_info(fl_ctx, f"going on from {last.path}, after round {last.round}", fire_event=False)
+            self.log_info(fl_ctx, f"resuming from {last.path}, after round {last.round}", fire_event=False)
             return tensors
         source = self._source(fl_ctx)
         if source is not None:
-            self.log_info(fl_ctx, f"beginning with the checkpoint {source}", fire_event=False)
+            self.log_info(fl_ctx, f"starting with the checkpoint {source}", fire_event=False)
             return initial_model.from_checkpoint(source)
         return self._from_model(fl_ctx)
 
@@ -221,9 +221,7 @@ class LazyModelPersistor(ModelPersistor):
             return initial_model.from_class(path, model.get("args") or {}, self.store.incoming)
         if isinstance(model, torch.nn.Module):
             return initial_model.from_module(model, self.store.incoming)
-        raise InitialModelError(
-            f"there is no initial model: model is {self.model!r}, and there is no source_ckpt_file_full_name"
-        )
+        raise InitialModelError(f"no initial model: model is {self.model!r}, and source_ckpt_file_full_name is not set")
 
     def _source(self, fl_ctx: FLContext) -> Path | None:
         if not self.source_ckpt_file_full_name:

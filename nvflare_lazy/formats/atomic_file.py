@@ -223,7 +223,7 @@ def _refuse_irregular(path: str) -> None:
     except OSError:
         return  # the path does not exist; other problems are reported when the file is created
     if not stat.S_ISREG(mode):
-        what = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+        what = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
         raise SaveError(f"{path} is {what}, which saving would replace: choose another name")
 
 

@@ -78,7 +78,9 @@ def _open_now(path: str, section: str | None) -> LazyTensorDict:
 def _open_file(path: str, section: str | None, *, is_shard: bool) -> LazyTensorDict:
     if not stat.S_ISREG(os.stat(path).st_mode):
         # Opening a pipe would wait for a writer.
-        raise UnknownFormatError(f"{path} is no regular file: a checkpoint is read at random, so copy it to one first")
+        raise UnknownFormatError(
+            f"{path} is not a regular file; copy it to one first, because reading needs random access"
+        )
     file = TensorFile(path)
     head = bytearray(min(_HEAD_BYTES, file.size))
     file.read_into(memoryview(head), 0)
@@ -90,7 +92,7 @@ def _open_file(path: str, section: str | None, *, is_shard: bool) -> LazyTensorD
     if not is_shard and _is_index(head, path):
         _refuse_section(path, section)
         return open_index(file, lambda name: _open_file(name, None, is_shard=True))
-    raise UnknownFormatError(f"{path} is no checkpoint. It is {_describe_unknown(bytes(head[:512]), file.size)}")
+    raise UnknownFormatError(f"{path} is not a checkpoint. It is {_describe_unknown(bytes(head[:512]), file.size)}")
 
 
 def _is_safetensors(head: bytearray) -> bool:

@@ -47,8 +47,8 @@ class Handler:
     replaced: str | None = None
 
     def __str__(self) -> str:
-        by = self.in_place or "nobody"
-        return f"{self.type_name} by {by}" + (f" in the place of {self.replaced}" if self.replaced else "")
+        by = self.in_place or "no handler"
+        return f"{self.type_name} by {by}" + (f" instead of {self.replaced}" if self.replaced else "")
 
 
 @dataclass(frozen=True)

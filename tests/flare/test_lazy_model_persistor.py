@@ -138,8 +138,8 @@ NO_MODEL = {
     "not a model": ({"model": {"path": "tests.flare.networks.not_a_model"}}, "not a torch.nn.Module"),
     "no path": ({"model": {"args": {}}}, "name its class"),
     "arguments that are no JSON": ({"model": {"path": NET, "args": {"width": {1}}}}, "save a checkpoint"),
-    "no component": ({"model": "nobody"}, "there is no initial model"),
-    "nothing": ({}, "there is no initial model"),
+    "no component": ({"model": "nobody"}, "no initial model"),
+    "nothing": ({}, "no initial model"),
 }
 
 
@@ -333,7 +333,7 @@ def test_the_pytorch_file_is_one_that_nvflares_persistor_goes_on_from(start, fl_
     ("arguments", "says"),
     [
         ({"global_model_file_name": "model.pt"}, "set save_pytorch"),
-        ({"best_global_model_file_name": "../best.safetensors"}, "no name for a model file"),
+        ({"best_global_model_file_name": "../best.safetensors"}, "invalid model file name"),
         ({"keep_rounds": 0}, "at least the last round"),
         ({"checkpoint_dir": "relative"}, "absolute path"),
     ],

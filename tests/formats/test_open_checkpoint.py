@@ -76,7 +76,7 @@ def test_foreign_files_are_named(tmp_path: Path, kind: str) -> None:
     path.write_bytes(content)
     with pytest.raises(UnknownFormatError, match=found) as caught:
         nvflare_lazy.open(path)
-    assert str(caught.value).startswith(f"{path} is no checkpoint. It is ")
+    assert str(caught.value).startswith(f"{path} is not a checkpoint. It is ")
 
 
 def test_foreign_archives_and_scripts(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_pipes_devices_and_nothing(tmp_path: Path) -> None:
     """What cannot be read at random is refused without waiting for it."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(UnknownFormatError, match="no regular file"):
+        with pytest.raises(UnknownFormatError, match="not a regular file"):
             nvflare_lazy.open(path)
     with pytest.raises(FileNotFoundError):
         nvflare_lazy.open(tmp_path / "missing")

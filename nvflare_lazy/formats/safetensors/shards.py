@@ -77,7 +77,7 @@ def read_weight_map(file: TensorFile) -> dict[str, str]:
     """Return the name of the file that each tensor is in, from the index of a checkpoint."""
     where = file.path
     if file.size > _MAX_INDEX_BYTES:
-        raise ShardIndexError(f"{where} is no index: it has {file.size} bytes")
+        raise ShardIndexError(f"{where} is not an index: it has {file.size} bytes")
     text = bytearray(file.size)
     file.read_into(memoryview(text), 0)
     cursor = JsonCursor(text, where)
@@ -89,9 +89,9 @@ def read_weight_map(file: TensorFile) -> dict[str, str]:
             else:
                 cursor.skip()
     except SafetensorsError as error:
-        raise ShardIndexError(f"{error}; this is no index of a sharded checkpoint") from error
+        raise ShardIndexError(f"{error}; this is not an index of a sharded checkpoint") from error
     if weight_map is None:
-        raise ShardIndexError(f"{where} has no {WEIGHT_MAP!r}: it is no index of a sharded checkpoint")
+        raise ShardIndexError(f"{where} has no {WEIGHT_MAP!r}: it is not an index of a sharded checkpoint")
     return weight_map
 
 
@@ -230,4 +230,4 @@ def _raise_no_checkpoint(directory: str, names: list[str]) -> NoReturn:
         found = f"{len(names)} files, none of which is called *{SUFFIX} or *{INDEX_SUFFIX}"
     else:
         found = "nothing"
-    raise UnknownFormatError(f"{directory} is no checkpoint: the directory holds {found}")
+    raise UnknownFormatError(f"{directory} is not a checkpoint: the directory contains {found}")

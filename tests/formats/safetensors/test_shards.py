@@ -140,7 +140,7 @@ def test_large_metadata_of_an_index_is_not_built(sharded: Path) -> None:
 def test_an_index_does_not_lead_to_itself(sharded: Path) -> None:
     """An index among the shards is not followed."""
     write_index(sharded, {"a": INDEX})
-    with pytest.raises(UnknownFormatError, match="no checkpoint"):
+    with pytest.raises(UnknownFormatError, match="not a checkpoint"):
         nvflare_lazy.open(sharded)
 
 
@@ -148,7 +148,7 @@ def test_a_pipe_is_not_waited_for(sharded: Path) -> None:
     """A shard that is a pipe raises at once."""
     os.mkfifo(sharded / "pipe")
     write_index(sharded, {"a": "pipe"})
-    with pytest.raises(UnknownFormatError, match="no regular file"):
+    with pytest.raises(UnknownFormatError, match="not a regular file"):
         nvflare_lazy.open(sharded)
 
 
@@ -198,7 +198,7 @@ def test_two_checkpoints_in_a_directory(sharded: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "holds nothing"),
+        (lambda path: None, "contains nothing"),
         (lambda path: (path / "notes.txt").touch(), "1 files, none of which"),
         (lambda path: torch.save({}, path / "pytorch_model.bin"), "for example .*pytorch_model.bin"),
         (lambda path: (path / "saved_model.pb").touch(), "TensorFlow SavedModel"),
