@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ScratchFile`: a file for received tensors, written from many threads, within the quota."""
+"""`ScratchFile`: a file for received tensors, written from many threads, within the quota.
+
+Its name is generated; names from a sender are never used in paths.
+"""
 
 from __future__ import annotations
 

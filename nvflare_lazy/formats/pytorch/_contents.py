@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the unpickled contents of a checkpoint to named tensors, their entries, and the extras that are left.
+"""Converts the unpickled contents of a checkpoint to named tensors with entries, and to extras.
 
-What shares a storage in the file shares its source here, and tensors that are tied (same storage, same geometry) become
-one entry.
+Tensors that share a storage in the file share its source, and tied tensors (same storage, same geometry) become one
+entry.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unpickles PyTorch checkpoints with torch's weights-only unpickler, over storages that have a size but no data.
+"""Unpickles PyTorch checkpoints with torch's weights-only unpickler, using storages without data.
 
 The only module that uses `torch._weights_only_unpickler`, which is private. Tensors come out as *meta tensors*: torch's
 own functions rebuild their geometry, and the address of their storage identifies the bytes of the file. Names that

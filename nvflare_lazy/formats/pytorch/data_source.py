@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LazyDataSource`: the storages of a PyTorch checkpoint by key, read on demand and in part.
 
-What the three kinds of checkpoint have in common once their container has been understood.
+The interface that the three kinds of checkpoint share, independent of their containers.
 """
 
 from __future__ import annotations

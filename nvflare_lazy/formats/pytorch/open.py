@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens PyTorch checkpoints (zip, legacy, tar) without reading tensor data and without running anything from them.
+"""Opens PyTorch checkpoints (zip, legacy, tar) without reading tensor data or running code from them.
 
 `open_pytorch` returns a `LazyTensorDict` whose sources are parts of the open file.
 """
