@@ -15,19 +15,17 @@ import numpy as np
 import torch
 
 from nvflare_lazy.errors import UnsupportedDtypeError
-from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors import dtypes
-from nvflare_lazy.tensors.entry import TensorEntry, array_rows, entry_of
+from nvflare_lazy.tensors.entry import array_rows, entry_of
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.tensor_memory import array_bytes, storage_bytes
 from nvflare_lazy.transport.nvflare_items.format import pack_array, pack_tensor, unpack_arrays, unpack_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from nvflare_lazy.tensors.byte_source import ByteSource
-    from nvflare_lazy.transport._received_files import ReceivedTensor
 
 
 class ArrayBackend(ABC):
@@ -65,11 +63,7 @@ class ArrayBackend(ABC):
 
     @abstractmethod
     def lazy(self, source: ByteSource, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Return a lazy value over bytes."""
-
-    @abstractmethod
-    def collect(self, received: Mapping[str, ReceivedTensor], owner: object) -> Mapping[str, Any]:
-        """Return lazy values over received files, which keep the owner of the files alive."""
+        """Return the lazy value that consists of these bytes."""
 
     @abstractmethod
     def unknown(self) -> tuple[Any, tuple[int, ...]]:
@@ -125,16 +119,7 @@ class TorchBackend(ArrayBackend):
         return tensor, storage_bytes(tensor)
 
     def lazy(self, source: ByteSource, dtype: torch.dtype, shape: tuple[int, ...]) -> LazyTensor:
-        return LazyTensor(source, dtype, shape)
-
-    def collect(self, received: Mapping[str, ReceivedTensor], owner: object) -> LazyTensorDict:
-        entries = {
-            name: TensorEntry(source, dtypes.by_torch(dtype), shape)
-            for name, (source, dtype, shape) in received.items()
-        }
-        tensors = LazyTensorDict.from_entries(entries)
-        tensors.own(owner)
-        return tensors
+        return LazyTensor.of_whole(source, dtype, shape)
 
     def unknown(self) -> tuple[torch.dtype, tuple[int, ...]]:
         return torch.float32, (1,)
@@ -189,12 +174,6 @@ class NumpyBackend(ArrayBackend):
 
     def lazy(self, source: ByteSource, dtype: np.dtype[Any], shape: tuple[int, ...]) -> LazyArray:
         return LazyArray(source, dtype, shape)
-
-    def collect(self, received: Mapping[str, ReceivedTensor], owner: object) -> dict[str, LazyArray]:
-        for file in {source.file() for source, _, _ in received.values()}:
-            if file is not None:
-                file.own(owner)
-        return {name: LazyArray(*values) for name, values in received.items()}
 
     def unknown(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
         return np.dtype(np.float32), (1,)

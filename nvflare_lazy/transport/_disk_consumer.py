@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 from nvflare_lazy.errors import TransferAbortedError
 from nvflare_lazy.tensors.tensor_file import TemporaryPath, TensorFile
 from nvflare_lazy.transport import offload
-from nvflare_lazy.transport._received_files import AppendingShards, PreallocatedShards, ReceiveDirectory, ReceivedTensor
-from nvflare_lazy.transport.receive import PayloadConsumer, receive
+from nvflare_lazy.transport._received_files import AppendingShards, PreallocatedShards, ReceiveDirectory
+from nvflare_lazy.transport.receive import PayloadConsumer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from nvflare_lazy.transport._backends import ArrayBackend
-    from nvflare_lazy.transport.segments.client import RemotePayload
     from nvflare_lazy.transport.segments.manifest import Manifest
 
 
@@ -78,14 +75,19 @@ class DiskConsumer(PayloadConsumer):
     """Writes what it receives into few, valid safetensors files.
 
     They are in a leased directory of the job's scratch, or in one that the caller made.
+
+    Attributes:
+        directory: The directory.
+        owner: What removes it with the last reference; a directory that the caller made has an owner after `values()`.
     """
 
     def __init__(self, backend: ArrayBackend, place: ReceiveDirectory | str | os.PathLike[str]) -> None:
         super().__init__(backend)
         self.directory: ReceiveDirectory = UnmanagedDirectory(place) if isinstance(place, (str, os.PathLike)) else place
+        self.owner: object = self.directory
         self._lock = threading.Lock()
         self._shards: AppendingShards | PreallocatedShards | None = None
-        self._received: dict[str, ReceivedTensor] = {}
+        self._received: dict[str, Any] = {}
         self._cleaned = False
         self._downloads = offload.runtime.downloads
         self._downloads.add(self)
@@ -141,11 +143,17 @@ class DiskConsumer(PayloadConsumer):
                 self._cleaned = True
         self._downloads.discard(self)
 
-    def values(self) -> Mapping[str, Any]:
-        """Return the tensors or arrays by name, once the files are complete; they keep the directory alive."""
-        directory = self.directory
-        owner = TemporaryPath(directory.path) if isinstance(directory, UnmanagedDirectory) else directory
-        return self.backend.collect(self._received, owner)
+    def values(self) -> dict[str, Any]:
+        """Complete the files and return the lazy values by name; they own the directory.
+
+        The files of a leased directory own it from the beginning.
+        """
+        self.release()
+        if isinstance(self.directory, UnmanagedDirectory):
+            self.owner = TemporaryPath(self.directory.path)
+            for file in {value.source.file() for value in self._received.values()}:
+                file.own(self.owner)
+        return self._received
 
     def discard(self) -> None:
         """Remove the data received so far."""
@@ -170,23 +178,6 @@ class DiskConsumer(PayloadConsumer):
         """Whether the files are below a directory."""
         path = getattr(self.directory, "path", None)
         return path is not None and Path(root).resolve() in [Path(path).resolve(), *Path(path).resolve().parents]
-
-
-def receive_to_disk(
-    backend: ArrayBackend,
-    remote: RemotePayload,
-    place: ReceiveDirectory | str | os.PathLike[str],
-    progress_cb: Callable[..., None] | None = None,
-) -> Mapping[str, Any]:
-    """Download tensors or arrays into a directory that nothing is left of if it fails.
-
-    Raises:
-        NVFlareLazyError: The error that says why it failed.
-    """
-    consumer = DiskConsumer(backend, place)
-    receive(consumer, remote, progress_cb)
-    consumer.release()
-    return consumer.values()
 
 
 def cleanup_active_disk_tensor_downloads(

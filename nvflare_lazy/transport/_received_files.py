@@ -11,7 +11,7 @@ import threading
 from bisect import bisect_right
 from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nvflare_lazy.errors import ProtocolError
 from nvflare_lazy.formats.safetensors.header import encode_header
@@ -20,7 +20,6 @@ from nvflare_lazy.tensors.tensor_file import FileSource
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.tensor_file import TensorFile
     from nvflare_lazy.transport._backends import ArrayBackend
     from nvflare_lazy.transport.segments.manifest import Manifest, ManifestItem
@@ -63,17 +62,6 @@ class ReceiveDirectory(Protocol):
         """Remove everything in it, at once."""
 
 
-class ReceivedTensor(NamedTuple):
-    """A tensor or array that was received into a file; its dtype is one of torch or of NumPy.
-
-    It is not a `TensorEntry`: arrays may have types that torch does not have, such as datetime64.
-    """
-
-    source: ByteSource
-    dtype: Any
-    shape: tuple[int, ...]
-
-
 class PreallocatedShards:
     """Files for tensors of known names and shapes: bytes may arrive in any order and from many threads.
 
@@ -84,21 +72,22 @@ class PreallocatedShards:
     def __init__(self, manifest: Manifest, backend: ArrayBackend, directory: ReceiveDirectory) -> None:
         self.locations: dict[str, tuple[str, str]] = {}
         self._manifest = manifest
+        self._backend = backend
         self._files: list[WritableFile] = []
         self._starts: list[int] = []  # where each file's data begins in the run of all bytes
         self._data_at: list[int] = []  # where it begins in the file
         owners = manifest.stored()
         try:
             while group := list(islice(owners, _MAX_NAMES_PER_FILE)):
-                self._add_file(group, backend, directory)
+                self._add_file(group, directory)
         except BaseException:
             self.close()
             raise
 
-    def _add_file(self, group: list[ManifestItem], backend: ArrayBackend, directory: ReceiveDirectory) -> None:
+    def _add_file(self, group: list[ManifestItem], directory: ReceiveDirectory) -> None:
         start = group[0].offset
         header, _ = encode_header(
-            ((item.name, *_in_format(backend, item.dtype, item.shape, item.nbytes)) for item in group),
+            ((item.name, *_in_format(self._backend, item.dtype, item.shape, item.nbytes)) for item in group),
             where="the received tensors",
         )
         file = directory.new_file()
@@ -118,8 +107,8 @@ class PreallocatedShards:
                 self._files[index].pwrite(part, self._data_at[index] + offset - self._starts[index])
             data, offset, index = data[len(part) :], offset + len(part), index + 1
 
-    def finish(self) -> dict[str, ReceivedTensor]:
-        """Complete the files and return the tensors by name."""
+    def finish(self) -> dict[str, Any]:
+        """Complete the files and return the lazy values by name."""
         files = [file.finish() for file in self._files]
         names: dict[int, str] = {}
         received = {}
@@ -128,7 +117,8 @@ class PreallocatedShards:
             if not item.alias:
                 names[item.offset] = item.name
             at = self._data_at[index] + item.offset - self._starts[index]
-            received[item.name] = ReceivedTensor(FileSource(files[index], at, item.nbytes), item.dtype, item.shape)
+            source = FileSource(files[index], at, item.nbytes)
+            received[item.name] = self._backend.lazy(source, item.dtype, item.shape)
             self.locations[item.name] = files[index].path, names[item.offset] if item.alias else item.name
         return received
 
@@ -152,7 +142,7 @@ class AppendingShards:
         self._lock = threading.Lock()
         self._shard: _OpenShard | None = None
         self._room = _FIRST_HEADER_ROOM
-        self._received: dict[str, ReceivedTensor] = {}
+        self._received: dict[str, Any] = {}
 
     def append(self, name: str, dtype: Any, shape: tuple[int, ...], data: memoryview) -> None:
         """Write one tensor.
@@ -166,17 +156,17 @@ class AppendingShards:
             header_bytes = _HEADER_ENTRY_BYTES + 6 * len(name) + 20 * len(shape)
             if self._shard is None or not self._shard.has_room(header_bytes):
                 if self._shard is not None:
-                    self._received.update(self._shard.finish())
+                    self._received.update(self._shard.finish(self._backend))
                     self._room = min(4 * self._room, _MAX_HEADER_ROOM)
                 self._shard = _OpenShard(self._folder.new_file(), max(self._room, 2 * header_bytes))
             self._shard.append(self._backend, name, dtype, shape, data, header_bytes)
             self.locations[name] = str(self._shard.file.path), name
 
-    def finish(self) -> dict[str, ReceivedTensor]:
-        """Complete the last file and return the tensors by name."""
+    def finish(self) -> dict[str, Any]:
+        """Complete the last file and return the lazy values by name."""
         with self._lock:
             if self._shard is not None:
-                self._received.update(self._shard.finish())
+                self._received.update(self._shard.finish(self._backend))
                 self._shard = None
             return self._received
 
@@ -210,12 +200,12 @@ class _OpenShard:
         self._end += len(data)
         self._taken += header_bytes
 
-    def finish(self) -> dict[str, ReceivedTensor]:
+    def finish(self, backend: ArrayBackend) -> dict[str, Any]:
         header, _ = encode_header(self._header, where="the received tensors", room=self._room)
         self.file.pwrite(header, 0)
         file = self.file.finish()
         return {
-            name: ReceivedTensor(FileSource(file, at, nbytes), dtype, shape)
+            name: backend.lazy(FileSource(file, at, nbytes), dtype, shape)
             for name, dtype, shape, at, nbytes in self._tensors
         }
 

@@ -6,12 +6,12 @@ What jobs with NumPy exchange, NVFlare's default, get; the counterpart of `tenso
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport._backends import NUMPY
-from nvflare_lazy.transport._disk_consumer import DiskConsumer, receive_to_disk
+from nvflare_lazy.transport._disk_consumer import DiskConsumer
 from nvflare_lazy.transport._downloadable import PayloadDownloadable
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
 from nvflare_lazy.transport.receive import outcome, receive
@@ -54,7 +54,7 @@ class DiskArrayConsumer(DiskConsumer):
 
     def arrays(self) -> dict[str, LazyArray]:
         """Return what was received; it keeps the directory alive."""
-        return cast("dict[str, LazyArray]", self.values())
+        return self.values()
 
 
 def add_arrays(downloader: Any, arrays: Mapping[str, np.ndarray[Any, Any]], max_chunk_size: int = _TWO_MB) -> str:
@@ -98,8 +98,9 @@ def download_arrays_to_disk(
     )
 
     def download() -> dict[str, LazyArray]:
-        directory = offload.runtime.scratch.download(label=from_fqcn)
-        return cast("dict[str, LazyArray]", receive_to_disk(NUMPY, remote, directory, progress_cb))
+        consumer = DiskArrayConsumer(offload.runtime.scratch.download(label=from_fqcn))
+        receive(consumer, remote, progress_cb)
+        return consumer.arrays()
 
     return outcome(download)
 

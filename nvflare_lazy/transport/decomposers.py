@@ -30,7 +30,7 @@ from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.transport import _nvflare_private, offload
 from nvflare_lazy.transport._backends import NUMPY, TORCH, ArrayBackend
-from nvflare_lazy.transport._disk_consumer import receive_to_disk
+from nvflare_lazy.transport._disk_consumer import DiskConsumer
 from nvflare_lazy.transport._downloadable import PayloadDownloadable
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
 from nvflare_lazy.transport._placeholders import (
@@ -233,7 +233,9 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         scratch = offload.runtime.mode_for(fobs_ctx).scratch
         if scratch is None:
             return None, receive(MemoryConsumer(self.backend), remote, progress_cb)
-        return None, receive_to_disk(self.backend, remote, scratch.download(label=from_fqcn), progress_cb)
+        consumer = DiskConsumer(self.backend, scratch.download(label=from_fqcn))
+        receive(consumer, remote, progress_cb)
+        return None, consumer.values()
 
 
 class LazyTensorDecomposer(LazyDecomposer):

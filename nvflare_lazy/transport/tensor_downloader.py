@@ -7,12 +7,13 @@ What the decomposers use, and what a component of a job may use directly.
 from __future__ import annotations
 
 import tempfile
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.tensors.entry import entry_of
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport._backends import TORCH
-from nvflare_lazy.transport._disk_consumer import DiskConsumer, cleanup_active_disk_tensor_downloads, receive_to_disk
+from nvflare_lazy.transport._disk_consumer import DiskConsumer, cleanup_active_disk_tensor_downloads
 from nvflare_lazy.transport._downloadable import PayloadDownloadable
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
 from nvflare_lazy.transport.receive import outcome, receive
@@ -70,7 +71,9 @@ class DiskTensorConsumer(DiskConsumer):
 
     def tensors(self) -> LazyTensorDict:
         """Return what was received; it keeps the directory alive."""
-        return cast("LazyTensorDict", self.values())
+        tensors = LazyTensorDict.from_entries({name: entry_of(tensor) for name, tensor in self.values().items()})
+        tensors.own(self.owner)
+        return tensors
 
 
 def add_tensors(downloader: Any, tensors: Mapping[str, torch.Tensor], max_chunk_size: int = _TWO_MB) -> str:
@@ -148,7 +151,9 @@ def download_tensors_to_disk(
             place: Any = offload.runtime.scratch.download(label=from_fqcn)
         else:
             place = tempfile.mkdtemp(prefix="nvflare_lazy_", dir=root_dir)
-        return cast("LazyTensorDict", receive_to_disk(TORCH, remote, place, progress_cb))
+        consumer = DiskTensorConsumer(place)
+        receive(consumer, remote, progress_cb)
+        return consumer.tensors()
 
     return outcome(download)
 

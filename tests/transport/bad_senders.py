@@ -137,7 +137,7 @@ def receive(
     from nvflare_lazy.scratch import JobScratch
     from nvflare_lazy.transport import offload
     from nvflare_lazy.transport._backends import TORCH
-    from nvflare_lazy.transport._disk_consumer import receive_to_disk
+    from nvflare_lazy.transport._disk_consumer import DiskConsumer
     from nvflare_lazy.transport.receive import receive as receive_into
     from nvflare_lazy.transport.segments.client import RemotePayload
     from nvflare_lazy.transport.tensor_downloader import TensorConsumer
@@ -154,7 +154,9 @@ def receive(
             download = job.download(label=fqcn)
             if delete_after is not None:
                 threading.Timer(delete_after, shutil.rmtree, [str(download.path)]).start()
-            received: Any = receive_to_disk(TORCH, remote, download)
+            consumer = DiskConsumer(TORCH, download)
+            receive_into(consumer, remote)
+            received: Any = consumer.values()
             while hold is not None and not os.path.exists(hold):
                 time.sleep(0.05)
         else:
@@ -164,7 +166,7 @@ def receive(
     except Exception as error:
         outcome.update(error=type(error).__name__, text=str(error))
         del error
-    received = download = None
+    received = consumer = download = None
     outcome["seconds"] = time.monotonic() - started
     outcome["used"] = job.used
     outcome["left"] = scenes.files_under(str(job.path))
