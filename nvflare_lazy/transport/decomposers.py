@@ -43,8 +43,7 @@ from nvflare_lazy.transport._placeholders import (
     location_of,
 )
 from nvflare_lazy.transport.failed import FailedPayload
-from nvflare_lazy.transport.receive import receive
-from nvflare_lazy.transport.segments.client import RemotePayload
+from nvflare_lazy.transport.receive import RemotePayload, receive
 from nvflare_lazy.transport.via_downloader import LazyDownloadRef, note_download_initiated
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ import logging
 import threading
 import time
 from abc import abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nvflare.apis.signal import Signal
+from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.streaming.download_service import Consumer, download_object
 
 from nvflare_lazy.errors import (
@@ -26,7 +27,7 @@ from nvflare_lazy.errors import (
 )
 from nvflare_lazy.transport import _nvflare_private, ways
 from nvflare_lazy.transport._flow_control import FIRST_ANSWER_BYTES
-from nvflare_lazy.transport.segments.client import RemotePayload
+from nvflare_lazy.transport.nvflare_items.pull import pull_items
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.transport._backends import ArrayBackend
     from nvflare_lazy.transport._flow_control import Slot
     from nvflare_lazy.transport._memory_consumer import Sink
+    from nvflare_lazy.transport.offload import TransferRuntime
     from nvflare_lazy.transport.segments.manifest import Manifest
     from nvflare_lazy.transport.ways import Way
 
@@ -42,6 +44,39 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 5.0
+# A server's or a client's job is "server.JOB" or "site.JOB"; a trainer is below its job.
+_PARTS_OF_A_JOB = 2
+
+
+@dataclass(frozen=True)
+class RemotePayload:
+    """A payload at another cell, and how to reach that cell.
+
+    Attributes:
+        runtime: What the transfers of this process share.
+        cell: The cell of this process.
+        from_fqcn: The cell that has the payload.
+        ref_id: What NVFlare calls the payload.
+        timeout: Seconds without news after which the sender counts as lost.
+        secure: Whether messages are encrypted end to end.
+        optional: Whether NVFlare shall be quiet about messages that cannot be sent.
+        abort: A signal to watch, or None.
+    """
+
+    runtime: TransferRuntime = field(repr=False)
+    cell: Any
+    from_fqcn: str
+    ref_id: str
+    timeout: float = 600.0
+    secure: bool = False
+    optional: bool = False
+    abort: Any = None
+
+    @property
+    def passes_through_job(self) -> bool:
+        """Whether one of the ends is a trainer's process, which only its client's job can be reached through."""
+        ends = (self.from_fqcn, self.cell.core_cell.my_info.fqcn)
+        return any(len(FQCN.split(end)) > _PARTS_OF_A_JOB for end in ends)
 
 
 class PayloadConsumer(Consumer):
@@ -148,15 +183,16 @@ class PayloadConsumer(Consumer):
             # An offer, and not a whole tensor.
             self._remote.runtime.senders_with_package.add(self._sender)
             self.release_slot()
-        for way in ways.WAYS:
-            offer = None if way in self._blocked else way.recognize(state, data)
-            if offer is not None:
-                following = way.receive(offer, self)
-                if following is not None:
-                    self.way = way.description
-                    return following
-                self._blocked.append(way)
-        raise ProtocolError(f"{self._sender} offers no way to receive the payload that is not blocked")
+            for way in ways.WAYS:
+                offer = None if way in self._blocked else way.recognize(state)
+                if offer is not None:
+                    following = way.receive(offer, self)
+                    if following is not None:
+                        self.way = way.description
+                        return following
+                    self._blocked.append(way)
+        self.way = "as whole tensors"
+        return pull_items(state, data, self)
 
     def download_completed(self, ref_id: str) -> None:
         """Complete the result."""

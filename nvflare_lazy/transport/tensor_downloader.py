@@ -16,8 +16,7 @@ from nvflare_lazy.transport._backends import TORCH
 from nvflare_lazy.transport._disk_consumer import DiskConsumer, cleanup_active_disk_tensor_downloads
 from nvflare_lazy.transport._downloadable import PayloadDownloadable
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
-from nvflare_lazy.transport.receive import outcome, receive
-from nvflare_lazy.transport.segments.client import RemotePayload
+from nvflare_lazy.transport.receive import RemotePayload, outcome, receive
 
 if TYPE_CHECKING:
     import os

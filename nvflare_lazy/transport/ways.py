@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nvflare_lazy.transport.nvflare_items.pull import NVFlareItems
 from nvflare_lazy.transport.segments.way import Segments
 
 if TYPE_CHECKING:
@@ -38,18 +37,16 @@ class Way(Protocol):
     def withdraw(self, ref_id: str, runtime: TransferRuntime) -> None:
         """Answer no more requests for a payload."""
 
-    def recognize(self, state: dict[str, Any], items: list[Any]) -> Any:
-        """Return the offer in a sender's answer, which has a state and items in NVFlare's format, or None."""
+    def recognize(self, state: dict[str, Any]) -> Any:
+        """Return the offer in the state of a download, or None; a sender that sends items offers no other way."""
 
     def receive(self, offer: Any, download: PayloadConsumer) -> dict[str, Any] | None:
         """Receive a payload.
 
         Returns:
-            The state in which NVFlare's own loop continues; None if this way is blocked, and the next one has to do.
+            The state in which NVFlare's own loop continues, or None if this way is blocked and the next one is tried.
         """
 
 
-WAYS: tuple[Way, ...] = (
-    Segments(),
-    NVFlareItems(),
-)
+#: If none is offered, or all are blocked, the payload travels in NVFlare's items, which need no offer.
+WAYS: tuple[Way, ...] = (Segments(),)

@@ -138,8 +138,8 @@ def receive(
     from nvflare_lazy.transport import offload
     from nvflare_lazy.transport._backends import TORCH
     from nvflare_lazy.transport._disk_consumer import DiskConsumer
+    from nvflare_lazy.transport.receive import RemotePayload
     from nvflare_lazy.transport.receive import receive as receive_into
-    from nvflare_lazy.transport.segments.client import RemotePayload
     from nvflare_lazy.transport.tensor_downloader import TensorConsumer
 
     abort = Signal()

@@ -16,7 +16,7 @@ from nvflare_lazy.transport import _nvflare_private
 from nvflare_lazy.transport._flow_control import InflightBudget, WholeTensorThrottle
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
 from nvflare_lazy.transport.offload import TransferRuntime
-from nvflare_lazy.transport.segments.client import RemotePayload
+from nvflare_lazy.transport.receive import RemotePayload
 
 
 @pytest.fixture

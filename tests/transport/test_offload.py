@@ -128,7 +128,7 @@ def test_first_answers_of_known_senders_are_not_throttled(known):
 
     from nvflare_lazy.transport._backends import TORCH
     from nvflare_lazy.transport._memory_consumer import MemoryConsumer
-    from nvflare_lazy.transport.segments.client import RemotePayload
+    from nvflare_lazy.transport.receive import RemotePayload
 
     runtime = TransferRuntime()
     if known:

@@ -15,7 +15,7 @@ from nvflare_lazy.transport._backends import TORCH
 from nvflare_lazy.transport._downloadable import PayloadDownloadable
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
 from nvflare_lazy.transport.offload import TransferRuntime
-from nvflare_lazy.transport.segments.client import RemotePayload
+from nvflare_lazy.transport.receive import RemotePayload
 
 VALUES = {"T0": torch.arange(6.0).reshape(2, 3), "T1": torch.tensor(7), "T2": torch.arange(6.0).reshape(2, 3)}
 
@@ -41,7 +41,7 @@ class WithinTheProcess:
     def withdraw(self, ref_id, runtime):
         del runtime.shared(Served)[ref_id]
 
-    def recognize(self, state, items):
+    def recognize(self, state):
         return state.get("within_the_process")
 
     def receive(self, offer, download):
@@ -83,9 +83,9 @@ def download(runtime):
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_third_way(monkeypatch, place):
     """One entry in the list: the sender offers it, and the receiver takes it unless it recognizes a better one."""
-    runtime, (segments, items) = TransferRuntime(), ways.WAYS
+    runtime, (segments,) = TransferRuntime(), ways.WAYS
     third = WithinTheProcess()
-    monkeypatch.setattr(ways, "WAYS", (third, segments, items) if place == 0 else (segments, third, items))
+    monkeypatch.setattr(ways, "WAYS", (third, segments) if place == 0 else (segments, third))
     if place:
         monkeypatch.setattr(type(segments), "recognize", lambda *_: None)
     consumer, first = download(runtime)
@@ -99,9 +99,9 @@ def test_a_third_way(monkeypatch, place):
 
 def test_what_is_blocked_is_passed_over(monkeypatch):
     """The next way is tried with the same offer, and NVFlare's own items at last."""
-    runtime, tried, (segments, items) = TransferRuntime(), [], ways.WAYS
+    runtime, tried, (segments,) = TransferRuntime(), [], ways.WAYS
     monkeypatch.setattr(type(segments), "receive", lambda self, offer, download: tried.append(offer.items))
-    monkeypatch.setattr(ways, "WAYS", (WithinTheProcess(blocked=True), segments, items))
+    monkeypatch.setattr(ways, "WAYS", (WithinTheProcess(blocked=True), segments))
     consumer, _ = download(runtime)
     assert tried == [3]
     assert consumer.way == "as whole tensors"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`NVFlareItems`, a transfer method: requests the next items of NVFlare's format while items are written.
+"""`pull_items`: receives whole tensors in NVFlare's format, and requests the next ones while these are written.
 
 NVFlare does this for consumers that never change the state of a download. This package's consumer changes the state
 when it accepts an offer of segments, and only the first reply shows whether there is an offer.
@@ -18,58 +18,39 @@ from nvflare.fuel.f3.streaming.stream_utils import download_request_thread_pool
 from nvflare_lazy.transport import _nvflare_private
 
 if TYPE_CHECKING:
-    from nvflare_lazy.transport._downloadable import Payload
     from nvflare_lazy.transport._flow_control import Slot
-    from nvflare_lazy.transport.offload import TransferRuntime
-    from nvflare_lazy.transport.receive import PayloadConsumer
-    from nvflare_lazy.transport.segments.client import RemotePayload
+    from nvflare_lazy.transport.receive import PayloadConsumer, RemotePayload
 
 
-class NVFlareItems:
-    """What every sender and receiver can do: whole tensors, as NVFlare asks for them and sends them; see `Way`."""
+def pull_items(state: dict[str, Any], items: list[Any], download: PayloadConsumer) -> dict[str, Any]:
+    """Receive these items, and those after them as long as the sender sends any.
 
-    description = "as whole tensors"
-
-    def serve(self, payload: Payload, ref_id: str, cell: Any, runtime: TransferRuntime) -> None:
-        """Do nothing: NVFlare's own loop asks for items."""
-
-    def offer(self, payload: Payload) -> dict[str, Any]:
-        """Return nothing: a receiver that takes no offer gets items."""
-        return {}
-
-    def withdraw(self, ref_id: str, runtime: TransferRuntime) -> None:
-        """Do nothing; see `serve`."""
-
-    def recognize(self, state: dict[str, Any], items: list[Any]) -> tuple[dict[str, Any], list[Any]]:
-        """Return the answer: it is one in NVFlare's protocol, whatever else it offers."""
-        return state, items
-
-    def receive(self, offer: tuple[dict[str, Any], list[Any]], download: PayloadConsumer) -> dict[str, Any]:
-        """Receive these items, and those after them as long as the sender sends any."""
-        state, data = offer
-        if not data:
-            # The sender offered another way, which was blocked: asked for item 0, it sends items.
-            return {_nvflare_private.START: 0, _nvflare_private.COUNT: 0}
-        remote = download.remote
-        ahead = Prefetch(remote)
-        try:
-            while True:
-                # The next items are about as large as these; only their arrival would tell.
-                ahead.prefetch_if_possible(state, sum(map(len, data)))
-                download.result = download.consume_items(data, download.result)
-                download.nbytes += sum(map(len, data))
-                if download.progress is not None:
-                    download.progress.bytes_received(download.nbytes)
-                # Emptied, not just dereferenced: NVFlare's loop keeps the first list until the download is over.
-                data.clear()
-                ahead.written()
-                download.release_slot()
-                answer = ahead.take(state)
-                if answer is None or remote.abort.triggered:
-                    return state
-                state, data = answer
-        finally:
-            ahead.release()
+    Returns:
+        The state in which NVFlare's own loop continues.
+    """
+    if not items:
+        # The sender offered another way, which was blocked: asked for item 0, it sends items.
+        return {_nvflare_private.START: 0, _nvflare_private.COUNT: 0}
+    remote = download.remote
+    ahead = Prefetch(remote)
+    try:
+        while True:
+            # The next items are about as large as these; only their arrival would tell.
+            ahead.prefetch_if_possible(state, sum(map(len, items)))
+            download.result = download.consume_items(items, download.result)
+            download.nbytes += sum(map(len, items))
+            if download.progress is not None:
+                download.progress.bytes_received(download.nbytes)
+            # Emptied, not just dereferenced: NVFlare's loop keeps the first list until the download is over.
+            items.clear()
+            ahead.written()
+            download.release_slot()
+            answer = ahead.take(state)
+            if answer is None or remote.abort.triggered:
+                return state
+            state, items = answer
+    finally:
+        ahead.release()
 
 
 class Prefetch:

@@ -12,11 +12,9 @@ import time
 import uuid
 import weakref
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
-from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.message import Message
 
 from nvflare_lazy.errors import PeerLostError, ProtocolError, SegmentTimeoutError, TransferAbortedError
@@ -25,7 +23,7 @@ from nvflare_lazy.transport.segments import protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nvflare_lazy.transport.offload import TransferRuntime
+    from nvflare_lazy.transport.receive import RemotePayload
 
 # Bytes one download may have in flight, those that are being written included, as long as the budget of the process
 # has room for them.
@@ -34,8 +32,6 @@ WINDOW_BYTES = 8 << 20
 # flight in both directions, and must stay small.
 _WINDOW_THROUGH_JOB_BYTES = 4 << 20
 _SEGMENT_THROUGH_JOB_BYTES = 1 << 20
-# A server's or a client's job is "server.JOB" or "site.JOB"; a trainer is below its job.
-_PARTS_OF_A_JOB = 2
 # How often each of them is in memory here: in the frame that NVFlare read, and in the message that it cut out of it.
 _COPIES = 2
 # How often a download that waits looks at its abort signal.
@@ -51,37 +47,6 @@ _RETRY_SECONDS = 30.0
 _MAX_RETRY_SECONDS = 240.0
 # A sender that cannot be reached at all is given up sooner than one that is silent.
 _UNREACHABLE_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class RemotePayload:
-    """A payload at another cell, and how to reach that cell.
-
-    Attributes:
-        runtime: What the transfers of this process share.
-        cell: The cell of this process.
-        from_fqcn: The cell that has the payload.
-        ref_id: What NVFlare calls the payload.
-        timeout: Seconds without news after which the sender counts as lost.
-        secure: Whether messages are encrypted end to end.
-        optional: Whether NVFlare shall be quiet about messages that cannot be sent.
-        abort: A signal to watch, or None.
-    """
-
-    runtime: TransferRuntime = field(repr=False)
-    cell: Any
-    from_fqcn: str
-    ref_id: str
-    timeout: float = 600.0
-    secure: bool = False
-    optional: bool = False
-    abort: Any = None
-
-    @property
-    def passes_through_job(self) -> bool:
-        """Whether one of the ends is a trainer's process, which only its client's job can be reached through."""
-        ends = (self.from_fqcn, self.cell.core_cell.my_info.fqcn)
-        return any(len(FQCN.split(end)) > _PARTS_OF_A_JOB for end in ends)
 
 
 class Inbox:

@@ -14,8 +14,9 @@ from nvflare.fuel.f3.streaming.download_service import ProduceRC, request_downlo
 from nvflare_lazy.errors import PeerLostError, ProtocolError, SegmentTimeoutError
 from nvflare_lazy.tensors.byte_source import ByteSource, MemorySource
 from nvflare_lazy.transport import _nvflare_private, offload
+from nvflare_lazy.transport.receive import RemotePayload
 from nvflare_lazy.transport.segments import protocol
-from nvflare_lazy.transport.segments.client import FIRST_NEWS_SECONDS, RemotePayload, SegmentDownload
+from nvflare_lazy.transport.segments.client import FIRST_NEWS_SECONDS, SegmentDownload
 
 if TYPE_CHECKING:
     from nvflare_lazy.transport._backends import ArrayBackend
@@ -62,7 +63,7 @@ def open_remote(ref: Any, backend: ArrayBackend, cell: Any, timeout: float, abor
 
 
 def _whole_item(ref: Any, backend: ArrayBackend, remote: RemotePayload) -> Any:
-    """SegmentDownload one item in NVFlare's form: all a sender without this package can do."""
+    """Download one item in NVFlare's form: all a sender without this package can do."""
     index = ref.item_id.removeprefix("T")
     if not index.isdigit():
         raise ProtocolError(f"{ref.item_id!r} is not what NVFlare calls an item of a payload")

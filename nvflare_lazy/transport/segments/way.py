@@ -43,9 +43,9 @@ class Segments:
         """Answer no more requests."""
         runtime.shared(SegmentServer).withdraw(ref_id)
 
-    def recognize(self, state: dict[str, Any], items: list[Any]) -> protocol.Offer | None:
-        """Return the offer; a sender that sends items has settled for those."""
-        return None if items else protocol.Offer.from_state(state.get(protocol.KEY))
+    def recognize(self, state: dict[str, Any]) -> protocol.Offer | None:
+        """Return the offer."""
+        return protocol.Offer.from_state(state.get(protocol.KEY))
 
     def receive(self, offer: protocol.Offer, download: PayloadConsumer) -> dict[str, Any] | None:
         """Download the manifest, check it, and fetch all bytes."""
