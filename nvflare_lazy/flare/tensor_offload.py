@@ -29,7 +29,7 @@ from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
 from nvflare_lazy.flare.weights import is_lazy, is_weight
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.transport import offload
-from nvflare_lazy.transport.registration import register, registered
+from nvflare_lazy.transport.registration import register
 
 DEFAULT_MEMORY_BUDGET = "128MiB"
 _TAG = "nvflare_lazy/"
@@ -205,12 +205,9 @@ class TensorOffload(FLComponent):
             return
         scratch = self._scratch
         used, peak = (scratch.used, scratch.peak) if scratch is not None else (0, 0)
-        if self.round_log.end_round(scratch_bytes=used, scratch_peak_bytes=peak) is not None:
-            if self._memory is not None:
-                self._memory.trim_idle()
-            if not registered().complete:
-                self.logger.warning("Tensor handlers were replaced by %s; restoring nvflare-lazy's.", registered())
-                register()
+        record = self.round_log.end_round(scratch_bytes=used, scratch_peak_bytes=peak)
+        if record is not None and self._memory is not None:
+            self._memory.trim_idle()
 
     def _log_line(self, line: str) -> None:
         self.logger.info("%s", line)

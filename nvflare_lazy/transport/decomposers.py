@@ -44,7 +44,7 @@ from nvflare_lazy.transport._placeholders import (
 )
 from nvflare_lazy.transport.failed import FailedPayload
 from nvflare_lazy.transport.receive import RemotePayload, receive
-from nvflare_lazy.transport.via_downloader import LazyDownloadRef, note_download_initiated
+from nvflare_lazy.transport.via_downloader import LazyDownloadRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -148,7 +148,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
 
     def _finalize_download_tx(self, mgr: DatumManager) -> None:
         super()._finalize_download_tx(mgr)
-        note_download_initiated()
+        offload.runtime.by_thread.initiated = True
 
     # ---- receiving ---------------------------------------------------------------------------------------------
 

@@ -79,6 +79,7 @@ class TransferRuntime:
         downloads: The downloads to disk in progress.
         cleanup: The thread that removes NVFlare's notes of received streams.
         senders_with_package: Cells that have offered more than whole tensors; their first answers are small.
+        by_thread: Has `initiated` in threads that have sent something that must be downloaded from this process.
         on_buffers_released: Called each time a whole tensor has left the memory of this process.
     """
 
@@ -88,6 +89,7 @@ class TransferRuntime:
     downloads: ActiveDownloads
     cleanup: _nvflare_private.CleanupThread
     senders_with_package: set[str]
+    by_thread: threading.local
     on_buffers_released: list[Callable[[], None]]
 
     def __init__(self) -> None:
@@ -107,6 +109,7 @@ class TransferRuntime:
         self.downloads = ActiveDownloads()
         self.cleanup = _nvflare_private.CleanupThread()
         self.senders_with_package = set()
+        self.by_thread = threading.local()
 
     def use(self, mode: ReceiveMode | None) -> ReceiveMode | None:
         """Receive in this mode, or by NVFlare's flag; return the previous mode, which a job restores at its end."""

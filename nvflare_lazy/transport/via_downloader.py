@@ -7,20 +7,18 @@ to where the tensors are. It can send them on, whatever number of payloads they 
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from nvflare.fuel.utils import fobs
 
 from nvflare_lazy.errors import TransferError
+from nvflare_lazy.transport import offload
 from nvflare_lazy.transport._nvflare_private import stock_via_downloader
 from nvflare_lazy.transport.segments.remote_source import open_remote
 
 if TYPE_CHECKING:
     from nvflare_lazy.transport._backends import ArrayBackend
-
-_thread = threading.local()
 
 
 class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
@@ -120,7 +118,7 @@ class LazyDownloadRefDecomposer(stock_via_downloader.LazyDownloadRefDecomposer):
 
 def clear_download_initiated() -> None:
     """Forget whether this thread has sent anything that has to be downloaded from this process."""
-    _thread.initiated = False
+    offload.runtime.by_thread.initiated = False
 
 
 def was_download_initiated() -> bool:
@@ -128,9 +126,4 @@ def was_download_initiated() -> bool:
 
     A process that did must not exit before it was.
     """
-    return bool(getattr(_thread, "initiated", False))
-
-
-def note_download_initiated() -> None:
-    """Remember that this thread has sent something that has to be downloaded from this process."""
-    _thread.initiated = True
+    return bool(getattr(offload.runtime.by_thread, "initiated", False))
