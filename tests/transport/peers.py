@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -135,6 +136,9 @@ class Net:
     def close(self) -> None:
         for peer in self.peers.values():
             peer.close()
+        # A killed peer leaves its scratch, which may be a gigabyte.
+        if self.scratch_root is not None:
+            shutil.rmtree(self.scratch_root)
 
     def __enter__(self) -> Net:
         return self
