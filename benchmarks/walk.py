@@ -8,6 +8,11 @@
 A profile hook is installed when the traced process starts, so that it sees every thread. A tensor of 9 KiB goes from
 one cell to another over TCP and is received to disk. A round is the second of three in NVFlare's simulator, with two
 clients that use the package (level 3), counted in the server's job process. Calls of functions count; imports do not.
+
+A form of a tensor's description is a class whose objects have the type and the shape of a tensor, or its position, if
+an object of it was created in that round. Forms between a result and its checkpoint count, from the received lazy
+tensors to those of the new model. Two others are shown by themselves: the form on the wire, which a message needs
+whatever happens before and after it, and the fields of `LazyTensor`, which is the tensor and not its description.
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ class CallRecorder:
         self.recording = False
         self._calls: collections.Counter[tuple[str, str]] = collections.Counter()
         self._crossings = 0
+        self._created: set[str] = set()
 
     def install(self) -> None:
         """Observe this thread and every thread that starts later."""
@@ -51,18 +57,19 @@ class CallRecorder:
         module = frame.f_globals.get("__name__", "")
         function = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
         if module.startswith("namedtuple_"):
-            self._calls[module, "__new__"] += 1
+            self._created.add(module.removeprefix("namedtuple_"))
         if not module.startswith(PACKAGE) or frame.f_code.co_name.startswith("<"):
             return
         self._calls[module, function] += 1
+        if frame.f_code.co_name == "__init__":
+            self._created.add(type(frame.f_locals["self"]).__name__)
         caller = frame.f_back
         if caller is not None and caller.f_globals.get("__name__") != module:
             self._crossings += 1
 
     def write(self) -> None:
         """Write the counts to the file that the tracing process named."""
-        named_tuples = {module.removeprefix("namedtuple_") for module, _ in self._calls if "namedtuple_" in module}
-        calls = {key: count for key, count in self._calls.items() if key[0].startswith(PACKAGE)}
+        calls = dict(self._calls)
         modules: dict[str, dict[str, int]] = {}
         for (module, function), count in sorted(calls.items()):
             modules.setdefault(module, {})[function] = count
@@ -72,14 +79,9 @@ class CallRecorder:
             "calls": sum(calls.values()),
             "crossings": self._crossings,
             "header_parses": self._calls[_HEADER_READER],
-            "created": sorted(named_tuples | _created_objects(calls)),
+            "created": sorted(self._created),
         }
         Path(os.environ[_OUTPUT]).write_text(json.dumps(counted))
-
-
-def _created_objects(calls: dict[tuple[str, str], int]) -> set[str]:
-    functions = {function for _, function in calls}
-    return {name.rpartition(".")[0] for name in functions if name.endswith((".__init__", ".__new__", "._make"))}
 
 
 recorder = CallRecorder()
@@ -207,8 +209,12 @@ def main() -> None:
             flush=True,
         )
     last = walks["one round, on the server"]
-    forms = sorted(set(descriptions()) & set(last["created"]))
-    print(f"\nforms of a tensor's description in that round: {len(forms)} ({', '.join(forms)})")
+    created = {name: module for name, module in descriptions().items() if name in last["created"]}
+    on_the_wire = sorted(name for name, module in created.items() if module.startswith(f"{PACKAGE}.transport."))
+    in_tensors = sorted(name for name, module in created.items() if module == f"{PACKAGE}.tensors._storage")
+    forms = sorted(created.keys() - {*on_the_wire, *in_tensors})
+    print(f"\nforms of a tensor's description between a result and its checkpoint: {len(forms)} ({', '.join(forms)})")
+    print(f"on the wire: {len(on_the_wire)} ({', '.join(on_the_wire)}); in lazy tensors: {', '.join(in_tensors)}")
     print(f"safetensors headers parsed in that round: {last['header_parses']}")
     if options.modules or options.functions:
         for name, walk in walks.items():

@@ -45,8 +45,7 @@ _STRIDED_TILE_BYTES = 16 << 20
 
 class _Slot(NamedTuple):
     file: AtomicFile
-    offset: int
-    nbytes: int
+    stored: StoredTensor
     written: WrittenRanges
 
 
@@ -99,10 +98,10 @@ class StreamingWriter:
         self._shards.append((file, contents))
         file.reserve(end_of(contents, len(header)))
         file.write_at(header, 0)
-        for name, (_, _, offset, nbytes) in contents.items():
+        for name, stored in contents.items():
             if name in self._slots:
                 raise MetadataMismatchError(f"{self.path}: tensor {quoted(name)} is promised twice")
-            self._slots[name] = _Slot(file, offset, nbytes, WrittenRanges(nbytes))
+            self._slots[name] = _Slot(file, stored, WrittenRanges(stored.nbytes))
 
     def write(self, name: str, offset: int, data: Buffer) -> None:
         """Write some bytes of a tensor.
@@ -115,7 +114,7 @@ class StreamingWriter:
         view = memoryview(data).cast("B")
         with self._record_failure():
             slot = self._slot(name, offset, offset + len(view))
-            slot.file.write_at(view, slot.offset + offset)
+            slot.file.write_at(view, slot.stored.offset + offset)
             self._record_written(name, slot, offset, offset + len(view))
 
     def copy(self, name: str, source: ByteSource, progress: Callable[[int], object] | None = None) -> None:
@@ -137,10 +136,10 @@ class StreamingWriter:
             if isinstance(source, MemorySource):
                 for begin in range(0, source.nbytes, _MEMORY_PART_BYTES):
                     part = source.view[begin : begin + _MEMORY_PART_BYTES]
-                    slot.file.write_at(part, slot.offset + begin)
+                    slot.file.write_at(part, slot.stored.offset + begin)
                     written(begin, begin + len(part))
             else:
-                copy_into(slot.file, slot.offset, source, self._tile(source), written)
+                copy_into(slot.file, slot.stored.offset, source, self._tile(source), written)
 
     @property
     def checkpoint_path(self) -> Path:
@@ -158,7 +157,7 @@ class StreamingWriter:
             if len(self._shards) == 1:
                 publish_file(self._shards[0][0])
             else:
-                publish_shards(self._shards, self.path, sum(slot.nbytes for slot in self._slots.values()))
+                publish_shards(self._shards, self.path, sum(slot.stored.nbytes for slot in self._slots.values()))
             self._committed = True
             files = []
             for file, contents in self._shards:
@@ -197,9 +196,9 @@ class StreamingWriter:
         slot = self._slots.get(name)
         if slot is None:
             raise MetadataMismatchError(f"{self.path}: tensor {quoted(name)} was not promised")
-        if begin < 0 or end > slot.nbytes:
+        if begin < 0 or end > slot.stored.nbytes:
             raise MetadataMismatchError(
-                f"{self.path}: tensor {quoted(name)} has {slot.nbytes} bytes as promised, not {begin} to {end}"
+                f"{self.path}: tensor {quoted(name)} has {slot.stored.nbytes} bytes as promised, not {begin} to {end}"
             )
         return slot
 
@@ -214,7 +213,7 @@ class StreamingWriter:
             raise self._failure
         for name, slot in self._slots.items():
             gap = slot.written.first_gap
-            if gap == (0, slot.nbytes):
+            if gap == (0, slot.stored.nbytes):
                 raise MetadataMismatchError(f"{self.path}: tensor {quoted(name)} was promised and never written")
             if gap is not None:
                 raise MetadataMismatchError(
