@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
 import re
 import sys
+import threading
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 
+import click
 import pytest
 
 import nvflare_lazy
@@ -88,3 +92,42 @@ def _first_two_lines(path: Path) -> list[str]:
 def _normalized(requirement: str) -> str:
     name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+#: Each has its own behavior after a fork, and a test of it: test_offload.py, scratch/test_processes.py,
+#: tensors/test_processes.py (twice) and tensors/test_parallel_read.py.
+PROCESS_WIDE_STATE = {
+    "transport.offload.runtime",
+    "scratch._system._private",
+    "tensors.entry._publishing",
+    "tensors.lazy_tensor._loads",
+    "tensors._parallel_read._helpers",
+}
+
+
+def test_process_wide_state():
+    """No module has objects that change while the process runs, except the ones in this list."""
+    found = set()
+    for path in sorted(ROOT.glob("nvflare_lazy/**/*.py")):
+        if path.stem == "__main__":
+            continue
+        name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+        assigned = {
+            target.id
+            for node in ast.parse(path.read_text()).body
+            for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)])
+            if isinstance(target, ast.Name)
+        }
+        module = importlib.import_module(name)
+        found |= {f"{name}.{x}".removeprefix("nvflare_lazy.") for x in assigned if changes(getattr(module, x, None))}
+    assert found == PROCESS_WIDE_STATE
+
+
+def changes(value: object) -> bool:
+    """Whether an object has state: a lock, something per thread, an empty container, or our object with attributes."""
+    if isinstance(value, (threading.local, type(threading.Lock()), type(threading.RLock()))):
+        return True
+    if isinstance(value, (set, dict, list)):
+        return not value
+    is_ours = type(value).__module__.startswith("nvflare_lazy.") and bool(getattr(value, "__dict__", None))
+    return is_ours and not isinstance(value, (tuple, click.Command)) and not is_dataclass(value)

@@ -18,6 +18,7 @@ import torch
 
 from nvflare_lazy.errors import SourceReleasedError
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.tensors import entry, lazy_tensor
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.dtypes import by_torch
 from nvflare_lazy.tensors.entry import TensorEntry
@@ -144,6 +145,31 @@ def test_forks_while_threads_read(path):
     for reader in readers:
         reader.join()
     assert codes == {0}
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_forked_while_another_thread_makes_and_loads_tensors(path):
+    """The lock under which entries make tensors is free in a child, and what threads load in a call is theirs alone."""
+    made = tensors(path)
+    inside, goes_on = threading.Event(), threading.Event()
+
+    def make_and_load() -> None:
+        with entry._publishing, lazy_tensor._loads.shared():
+            lazy_tensor._loads.load(LazyTensor.from_tensor(torch.zeros(3)))
+            inside.set()
+            goes_on.wait(300)
+
+    def use_in_child() -> bool:
+        signal.alarm(60)
+        return bool(lazy_tensor._loads._held is None and made["1"].sum() == expected(1).sum())
+
+    thread = threading.Thread(target=make_and_load)
+    thread.start()
+    inside.wait(300)
+    code = in_child(use_in_child)
+    goes_on.set()
+    thread.join(300)
+    assert code == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
