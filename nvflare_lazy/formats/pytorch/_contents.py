@@ -8,14 +8,13 @@ entry.
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.storage import TypedStorage
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import PyTorchCheckpointError, SectionError, UnsupportedDtypeError, UnsupportedTensorError
-from nvflare_lazy.formats.pytorch._pickle import OpaqueObject, StorageRef, UnsupportedTensor, refuse
+from nvflare_lazy.formats.pytorch._pickle import OpaqueObject, StorageRef, TensorView, UnsupportedTensor, refuse
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.byte_source import FailedSource
 from nvflare_lazy.tensors.converted_sources import ByteSwappedSource, ConjugatedSource
@@ -24,9 +23,8 @@ from nvflare_lazy.tensors.strided_source import is_contiguous
 from nvflare_lazy.tensors.tensor_memory import extent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
-    from nvflare_lazy.formats.pytorch._stream import AllocationLimit
     from nvflare_lazy.formats.pytorch.data_source import LazyDataSource
     from nvflare_lazy.tensors.byte_source import ByteSource
 
@@ -37,7 +35,7 @@ _MAX_DEPTH = 64
 # Bytes that an item takes while its container is taken apart.
 _ITEM_BYTES = 48
 
-TensorRecord = torch.Tensor | TypedStorage | UnsupportedTensor
+TensorRecord = TensorView | StorageRef | UnsupportedTensor
 _NOTHING = object()
 _PLAIN = frozenset(
     (type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset, torch.dtype, torch.Size),
@@ -53,16 +51,16 @@ class CheckpointTree:
     Args:
         path: The file, for messages.
         content: What its pickle described.
-        limit: The limit of the pickle: a file may repeat parts of itself by reference, but not without end.
+        spend: Counts the memory taken: a file may repeat parts of itself by reference, but not without end.
 
     Attributes:
         tensors: Their records by name, in the order of the file.
         extras: The rest of the checkpoint, as plain Python. Containers of nothing but tensors are omitted.
     """
 
-    def __init__(self, path: str, content: object, limit: AllocationLimit) -> None:
+    def __init__(self, path: str, content: object, spend: Callable[[int], None]) -> None:
         self._path = path
-        self._spend = limit.spend
+        self._spend = spend
         self._opaque: set[int] = set()
         self.tensors: dict[str, TensorRecord] = {}
         if isinstance(content, TensorRecord):
@@ -200,18 +198,6 @@ _MAX_DIMENSIONS = 64
 _MAX_TENSOR_BYTES = (1 << 63) - 1
 
 
-class _View(NamedTuple):
-    """A strided tensor over a storage of the file; its numbers may be nonsense."""
-
-    storage: StorageRef
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    conjugated: bool = False
-    negated: bool = False
-
-
 class EntryBuilder:
     """Makes the entries of one file.
 
@@ -221,7 +207,7 @@ class EntryBuilder:
 
     def __init__(self, data: LazyDataSource) -> None:
         self._data = data
-        self._entries: dict[_View, TensorEntry] = {}
+        self._entries: dict[TensorView, TensorEntry] = {}
         self._sources: dict[tuple[StorageRef, int, tuple[bool, ...]], ByteSource] = {}
 
     def entry(self, name: str, record: TensorRecord) -> TensorEntry:
@@ -234,28 +220,14 @@ class EntryBuilder:
         if isinstance(record, UnsupportedTensor):
             # Each of them says its own name when it is used.
             return self._failed(name, record.kind, record.dtype, record.shape)
-        storage = self._data.storages.ref(record)
-        if storage is None:
-            kind = "a tensor of the meta device, which has no data"
-            return self._failed(name, kind, record.dtype, tuple(record.size()))
-        if isinstance(record, torch.Tensor):
-            view = _View(
-                storage,
-                record.dtype,
-                tuple(record.shape),
-                record.stride(),
-                int(record.storage_offset()),
-                record.is_conj(),
-                record.is_neg(),
-            )
-        else:
-            view = _View(storage, storage.dtype, (storage.nbytes // storage.dtype.itemsize,), (1,), 0)
-        made = self._entries.get(view)
+        if isinstance(record, StorageRef):
+            record = TensorView(record, record.dtype, (record.nbytes // record.dtype.itemsize,), (1,), 0)
+        made = self._entries.get(record)
         if made is None:
-            made = self._entries[view] = self._make(name, view)
+            made = self._entries[record] = self._make(name, record)
         return made
 
-    def _make(self, name: str, record: _View) -> TensorEntry:
+    def _make(self, name: str, record: TensorView) -> TensorEntry:
         self._check(name, record)
         try:
             element_type = dtypes.by_torch(record.dtype)
@@ -298,7 +270,7 @@ class EntryBuilder:
         self._sources[key] = source
         return source
 
-    def _check(self, name: str, record: _View) -> None:
+    def _check(self, name: str, record: TensorView) -> None:
         self._check_shape(name, record.shape, record.dtype)
         if min((record.offset, *record.strides), default=0) < 0:
             raise self._impossible(name, "a negative stride or offset")
@@ -316,7 +288,7 @@ class EntryBuilder:
         return PyTorchCheckpointError(f"{self._data.path}: {quoted(name)} has {what}; the file is damaged or forged")
 
 
-def _flipped(record: _View) -> tuple[bool, ...]:
+def _flipped(record: TensorView) -> tuple[bool, ...]:
     """Which parts of each element have the other sign than in the storage."""
     if record.dtype.is_complex:
         return record.negated, record.negated != record.conjugated

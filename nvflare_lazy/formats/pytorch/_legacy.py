@@ -53,7 +53,7 @@ class LegacyMultiStorageSource(LazyDataSource):
         self.swapped = sys.byteorder != "little"
         self.content = self._unpickle(stream)
         keys = self._unpickle(stream)
-        self.limit = stream.limit
+        self.spend = stream.spend
         self._storages = self._walk(keys, stream.position)
 
     def keys(self) -> list[str]:
@@ -66,7 +66,7 @@ class LegacyMultiStorageSource(LazyDataSource):
         return unpickle(stream, self._load_id)
 
     def _load_id(self, persistent_id: object) -> object:
-        if type(persistent_id) is not tuple or len(persistent_id) != 6:
+        if type(persistent_id) is not tuple or len(persistent_id) != 6 or persistent_id[0] != "storage":
             raise ValueError("the id of a storage is not a tuple of six")
         _, storage_type, key, _, numel, view = persistent_id
         ref = storage_ref(storage_type, key, numel, view)
@@ -74,7 +74,7 @@ class LegacyMultiStorageSource(LazyDataSource):
         first = self._announced.setdefault(ref.key, ref)
         if ref.total > first.total:
             raise ValueError(f"storage {quoted(ref.key)} has {first.total} bytes, and {ref.total} elsewhere")
-        return self.storages.storage(ref)
+        return ref
 
     def _walk(self, keys: object, at: int) -> dict[str, FileSource]:
         if type(keys) is not list:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unpickles PyTorch checkpoints with torch's weights-only unpickler, using storages without data.
+"""Unpickles PyTorch checkpoints with torch's weights-only unpickler, into records of where tensors are.
 
-The only module that uses `torch._weights_only_unpickler`, which is private. Tensors come out as *meta tensors*: torch's
-own functions rebuild their geometry, and the address of their storage identifies the bytes of the file. Names that
-torch does not allow are never imported: objects of such classes become `OpaqueObject`s, or the file is refused.
+The only module that uses `torch._weights_only_unpickler`, which is private. torch's unpickler makes plain data; names
+and calls come to `_Unpickler`, which only ever calls the functions of this module. Names that are not known are never
+imported: objects of such classes become `OpaqueObject`s, or the file is refused.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from __future__ import annotations
 import io
 import re
 import sys
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import _weights_only_unpickler as weights_only
-from torch.storage import TypedStorage, UntypedStorage
+from torch.storage import UntypedStorage
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import ForbiddenGlobalError, NVFlareLazyError, PyTorchCheckpointError
-from nvflare_lazy.formats.pytorch._translator import Caller, Kind, Name, PickleTranslator, is_plain_key
+from nvflare_lazy.formats.pytorch._rewrite import OPERATIONS, rewrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +31,16 @@ if TYPE_CHECKING:
 
 # torch counts bytes in 63 bits.
 _MAX_STORAGE_BYTES = 1 << 62
+_MAX_DIMENSIONS = 64
+_INTEGER = frozenset((int,))
+_MAX_KEY_LEN = 8
+_MAX_TUPLE_KEYS = 4096
+# Below it an integer is its own hash, so no file can choose many that collide.
+_LARGEST_KEY = 1 << 60
+# About what a call and its result, an item of a list, and one of a dict take.
+_CALL_BYTES, _SLOT_BYTES, _ITEM_BYTES = 480, 16, 64
+# What a function may make of each item of an argument.
+_WEIGHTS: dict[type, int] = {dict: 64, list: 64, tuple: 64, str: 4, bytes: 1, bytearray: 1}
 
 
 class StorageRef(NamedTuple):
@@ -84,25 +95,16 @@ def storage_ref(storage_type: object, key: object, numel: object, view: object =
     return StorageRef(key, dtype, offset * dtype.itemsize, count * dtype.itemsize, numel * dtype.itemsize)
 
 
-class MetaStorages:
-    """The storages of a checkpoint without their data, by which tensors are traced back to the file."""
+class TensorView(NamedTuple):
+    """A strided tensor over a storage of the file; its numbers may be nonsense."""
 
-    def __init__(self) -> None:
-        self._made: dict[StorageRef, UntypedStorage] = {}
-        self._refs: dict[int, StorageRef] = {}
-
-    def storage(self, ref: StorageRef) -> TypedStorage:
-        """Return the typed storage for `ref`; all of them share one untyped storage."""
-        made = self._made.get(ref)
-        if made is None:
-            made = self._made[ref] = UntypedStorage(ref.nbytes, device="meta")  # type: ignore[no-untyped-call]
-            self._refs[made._cdata] = ref
-        return TypedStorage(wrap_storage=made, dtype=ref.dtype, _internal=True)  # type: ignore[no-untyped-call]
-
-    def ref(self, value: torch.Tensor | TypedStorage) -> StorageRef | None:
-        """Return the storage of a tensor, or None if its storage is not in the file."""
-        untyped = value.untyped_storage() if isinstance(value, torch.Tensor) else value._untyped_storage
-        return self._refs.get(untyped._cdata)
+    storage: StorageRef
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    conjugated: bool = False
+    negated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,17 @@ class OpaqueObject:
         return state if self.name in _NAMESPACES and isinstance(state, dict) else None
 
 
+@dataclass(slots=True, eq=False, repr=False)
+class _Function:
+    """The meaning of a name that may be called: a function of this module. Nothing else is ever called."""
+
+    name: str
+    run: Callable[..., object]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
 def unpickle(stream: PickleStream, load_id: Callable[[object], object]) -> object:
     """Return the contents of the next pickle of a stream.
 
@@ -144,39 +157,113 @@ def unpickle(stream: PickleStream, load_id: Callable[[object], object]) -> objec
         stream: The stream.
         load_id: Returns the storage or tensor for a persistent id, or raises ValueError.
     """
-    translator = PickleTranslator(stream, partial(_find_name, stream.path), _extend, _build, frozenset, load_id)
-    unpickler = _Unpickler(io.BytesIO(translator.translate()))
-    unpickler.values = translator.values
-    unpickler.load_id = load_id
-    del translator  # with all that it took
     try:
-        return unpickler.load()  # type: ignore[no-untyped-call]
+        code, values = rewrite(stream, partial(_find, stream))
+        unpickler = _Unpickler(code, values, stream, load_id)
+        content: object = unpickler.load()  # type: ignore[no-untyped-call]
+        if unpickler.stack or unpickler.metastack:
+            raise ValueError("an end where it is not finished")
     except (NVFlareLazyError, MemoryError):
         raise
-    except Exception as error:  # of any kind: torch passes values of the file to its own functions
+    except Exception as error:  # of any kind: functions are called with values of the file
+        what = "too few values" if isinstance(error, IndexError) else str(error)[:200]
         raise PyTorchCheckpointError(
-            f"{stream.path}: the pickle makes no sense ({str(error)[:200]}): the file is damaged or forged"
+            f"{stream.path}: the pickle makes no sense ({what}): the file is damaged, or holds more than a state dict"
         ) from None
+    return content
 
 
 class _Unpickler(weights_only.Unpickler):
-    """torch's unpickler, with the calls of the translator as persistent ids."""
+    """torch's unpickler, with persistent ids that are integers: operations on the top of the stack, then values.
 
-    values: list[object]
-    load_id: Callable[[object], object]
+    Its objects are only ever looked at by their type before it is known what they are: a few bytes can describe a tuple
+    whose hash or text has no end.
+    """
 
-    def persistent_load(self, pid: tuple[Any, ...]) -> object:
-        if len(pid) == 2:
-            return self.values[pid[1]]
-        if len(pid) == 3:
-            return _call(pid[1], pid[2])
-        return self.load_id(pid)
+    def __init__(
+        self, code: bytes, values: list[object], stream: PickleStream, load_id: Callable[[object], object]
+    ) -> None:
+        super().__init__(io.BytesIO(code))
+        self._values = values
+        self._spend = stream.spend
+        self._tuple_keys = 0
+        operations: dict[str, Callable[[Any], object]] = {
+            "call": self._call,
+            "build": _build,
+            "append": partial(self._fill, list),
+            "set items": partial(self._fill, dict),
+            "add": partial(self._fill, set),
+            "list": list,
+            "dict": lambda items: self._fill(dict, ({}, items)),
+            "frozenset": lambda items: frozenset(self._fill(set, (set(), items))),
+            "find": partial(_find, stream),
+            "load id": load_id,
+        }
+        self._operations = [operations[name] for name in OPERATIONS]
+
+    def persistent_load(self, pid: int) -> object:
+        if pid < len(OPERATIONS):
+            return self._operations[pid](self.stack.pop())
+        return self._values[pid - len(OPERATIONS)]
+
+    def _call(self, operands: tuple[object, Any]) -> object:
+        called, arguments = operands
+        if type(arguments) is not tuple:
+            raise ValueError("a call without a tuple of arguments")
+        if arguments:
+            # A function copies its arguments at most once, whatever else shares them.
+            nbytes = _CALL_BYTES
+            for argument in arguments:
+                if type(argument) in _WEIGHTS:
+                    nbytes += _WEIGHTS[type(argument)] * len(argument)
+            self._spend(nbytes)
+        if type(called) is OpaqueObject:
+            return OpaqueObject(called.name, arguments)
+        if type(called) is not _Function:
+            raise ValueError(f"a call of {type(called).__name__}")
+        return called.run(*arguments)
+
+    def _fill(self, kind: Any, operands: tuple[Any, tuple[object, ...]]) -> Any:
+        """Put items, or keys and values, into a container."""
+        target, items = operands
+        self._spend((_SLOT_BYTES if kind is list else _ITEM_BYTES) * len(items))
+        if type(target) is OpaqueObject:
+            target.states.append(items)
+        elif type(target) is not kind:
+            raise ValueError(f"items for a {type(target).__name__}, which is not a {kind.__name__}")
+        elif kind is list:
+            target.extend(items)
+        elif kind is set:
+            target.update(self._checked_keys(items))
+        elif len(items) % 2:
+            raise ValueError("a key without a value")
+        else:
+            target.update(zip(self._checked_keys(items[::2]), items[1::2], strict=True))
+        return target
+
+    def _checked_keys(self, keys: tuple[object, ...]) -> tuple[object, ...]:
+        for key in keys:
+            if _is_plain_key(key):
+                continue
+            # Tuples that collide are easily made; so many of them cost less than a second.
+            self._tuple_keys += 1
+            if self._tuple_keys > _MAX_TUPLE_KEYS or not _is_short_tuple(key):
+                raise ValueError(
+                    f"a {type(key).__name__} as a key; keys must be text, numbers, bytes, dtypes or None, or a few "
+                    "tuples of them"
+                )
+        return keys
 
 
-def _call(called: Any, arguments: tuple[object, ...]) -> object:
-    if type(called) is OpaqueObject:
-        return OpaqueObject(called.name, arguments)
-    return _calls().get(called, called)(*arguments)
+def _is_plain_key(key: object) -> bool:
+    """Whether a dict or set may hold `key`: hashing it is quick, and no file can choose many that collide."""
+    if type(key) is int:
+        return -_LARGEST_KEY < key < _LARGEST_KEY
+    return type(key) in (str, bytes, bool, float, type(None), torch.dtype)
+
+
+def _is_short_tuple(key: object) -> bool:
+    return type(key) is tuple and len(key) <= _MAX_KEY_LEN and all(map(_is_plain_key, key))
 
 
 # ---- names -----------------------------------------------------------------------------------------------------
@@ -194,19 +281,24 @@ _DATA = re.compile(
 _FIRST_PARTY = sys.stdlib_module_names | {"torch", "numpy", "nvflare_lazy"}
 
 
-def _find_name(path: str, dotted: str) -> Name:
-    found = _names().get(dotted)
-    if found is None and dotted.startswith("torch."):
-        # Storages and tensors of devices and of old versions have the names of today's, in other modules.
-        plain = dotted.rpartition(".")[2].removeprefix("_")
-        found = _names().get(f"torch.{plain}") if plain.endswith(("Storage", "Tensor")) else None
-        if found is not None:
-            return Name(found.value, False, None)
-    if found is not None:
-        return found
+def _find(stream: PickleStream, module_and_name: tuple[object, object]) -> object:
+    """Return what a name means, or raise the error that it may not be used."""
+    module, name = module_and_name
+    if type(module) is not str or type(name) is not str:
+        raise ValueError("a global whose name is not text")
+    stream.spend(_ITEM_BYTES + 4 * (len(module) + len(name)))
+    module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+    dotted = f"{module}.{name}"
+    names = _names()
+    if dotted in names:
+        return names[dotted]
+    # Storages and tensors of devices and of old versions have the names of today's, in other modules.
+    today = f"torch.{name.rpartition('.')[2].removeprefix('_')}"
+    if module.partition(".")[0] == "torch" and name.endswith(("Storage", "Tensor")) and today in names:
+        return names[today]
     if _DATA.fullmatch(dotted) or dotted.partition(".")[0] not in _FIRST_PARTY:
-        return Name(OpaqueObject(dotted), False, "ours")
-    refuse(path, dotted)
+        return OpaqueObject(dotted)
+    refuse(stream.path, dotted)
 
 
 def refuse(path: str, dotted: str) -> NoReturn:
@@ -225,135 +317,141 @@ def refuse(path: str, dotted: str) -> NoReturn:
 
 
 @cache
-def _names() -> dict[str, Name]:
+def _names() -> dict[str, object]:
+    """Return what names mean: torch's constants and classes, which are never called, and functions of this module."""
     allowed = weights_only._get_allowed_globals()
-    names = {dotted: Name(value, True, None) for dotted, value in allowed.items()}
-    for dotted in _CALLED_BY_TORCH:
-        names[dotted] = Name(allowed[dotted], True, "torch")
-    for dotted, function in _FUNCTIONS.items():
-        makes: Kind = "bytes" if function in (_bytes, _encode) else "object"
-        names[dotted] = Name(allowed.get(dotted, function), dotted in allowed, "ours", makes)
-    for dotted, function in _MAPPINGS.items():
-        calls: Caller = "ours with arguments" if dotted in allowed else "ours"
-        names[dotted] = Name(allowed.get(dotted, function), dotted in allowed, calls, "dict")
-    names["builtins.set"] = Name(set, True, "ours with arguments", "set")
-    return names
-
-
-@cache
-def _calls() -> dict[object, Callable[..., object]]:
-    """Return the functions below by the values that torch has for their names."""
-    functions = {**_FUNCTIONS, **_MAPPINGS, "builtins.set": _set}
-    return {_names()[dotted].value: function for dotted, function in functions.items()}
+    constants = torch.dtype, torch.qscheme, torch.serialization.StorageType, type
+    names = {name: value for name, value in allowed.items() if isinstance(value, constants)}
+    return names | {name: _Function(name, run) for name, run in (_REBUILDS | _FUNCTIONS).items()}
 
 
 # ---- functions that replace torch's and Python's ---------------------------------------------------------------
 
 
-def _build(target: object, state: object) -> object:
+def _build(operands: tuple[object, object]) -> object:
+    target, state = operands
     if type(target) is OpaqueObject:
         target.states.append(state)
-    elif isinstance(target, (torch.Tensor, UnsupportedTensor)):
+    elif isinstance(target, (TensorView, UnsupportedTensor)):
         # A parameter's gradient flag and hooks, or attributes; four or five items would be another tensor.
         if type(state) is tuple and len(state) > 3:
             raise ValueError("a tensor that is replaced by its own state")
-    elif not isinstance(
-        target, dict
-    ):  # for dicts: attributes of an OrderedDict, such as the `_metadata` of a state dict
+    elif type(target) is not dict:  # for dicts: attributes of an OrderedDict, such as the `_metadata` of a state dict
         raise ValueError(f"a state for a {type(target).__name__}")
     return target
 
 
-def _extend(target: object, items: tuple[object, ...]) -> object:
-    if type(target) is OpaqueObject:
-        target.states.append(items)
-    elif type(target) is set:
-        target.update(items)
-    else:
-        raise ValueError(f"items for a {type(target).__name__}")
-    return target
+def _tensor(
+    storage: object,
+    offset: object,
+    size: object,
+    stride: object,
+    _: object = None,
+    __: object = None,
+    metadata: object = None,
+) -> TensorView:
+    if type(storage) is not StorageRef or type(offset) is not int:
+        raise ValueError("a tensor without a storage or an offset")
+    shape, strides = _sizes(size), _sizes(stride)
+    if len(shape) != len(strides):
+        raise ValueError(f"a tensor with {len(shape)} sizes and {len(strides)} strides")
+    flags = metadata if type(metadata) is dict else {}
+    return TensorView(
+        storage, storage.dtype, shape, strides, offset, flags.get("conj") is True, flags.get("neg") is True
+    )
+
+
+def _tensor_with_dtype(*arguments: Any) -> TensorView:
+    *geometry, dtype = arguments[:7]
+    if type(dtype) is not torch.dtype:
+        raise ValueError("a tensor with something else as its dtype")
+    return _tensor(*geometry, *arguments[7:])._replace(dtype=dtype)
 
 
 def _same_tensor(data: object, *_: object) -> object:
     """Return the tensor that a parameter or variable wraps; its gradient flag and hooks are not needed."""
-    if not isinstance(data, (torch.Tensor, UnsupportedTensor)):
+    if not isinstance(data, (TensorView, UnsupportedTensor)):
         raise ValueError("its data is not a tensor")
     return data
+
+
+def _from_type(function: object, tensor_type: object, arguments: object, state: object) -> object:
+    """Rebuild a tensor that has attributes, which are not needed."""
+    if type(function) is not _Function or function.name not in _REBUILDS or type(tensor_type) is OpaqueObject:
+        raise ValueError("a tensor of a class or function that is not torch's")
+    if type(arguments) is not tuple:
+        raise ValueError("a call without a tuple of arguments")
+    return function.run(*arguments)
 
 
 def _device_tensor(data: Any, dtype: object, *_: object) -> object:
     """Return the copy on the CPU that tensors of XLA and other devices are saved as."""
     _same_tensor(data)
-    return (
-        data if data.dtype is dtype else UnsupportedTensor("a tensor of another device", data.dtype, tuple(data.shape))
-    )
+    return data if data.dtype is dtype else _unsupported("a tensor of another device", data.dtype, data.shape)
 
 
-def _device_array(data: Any, dtype: torch.dtype, *_: object) -> UnsupportedTensor:
-    return UnsupportedTensor("a tensor of another device, saved as a NumPy array", dtype, _sizes(data.states[0][1]))
+def _device_array(data: Any, dtype: object, *_: object) -> UnsupportedTensor:
+    return _unsupported("a tensor of another device, saved as a NumPy array", dtype, data.states[0][1])
 
 
-def _from_type(function: object, tensor_type: object, arguments: object, state: object) -> object:
-    """Rebuild a tensor that has attributes, which are not needed."""
-    if function not in _rebuilds() or type(tensor_type) is OpaqueObject or type(arguments) is not tuple:
-        raise ValueError("a tensor of a class or function that is not torch's")
-    return _call(function, arguments)
-
-
-@cache
-def _rebuilds() -> frozenset[object]:
-    return frozenset(
-        name.value for dotted, name in _names().items() if dotted.startswith("torch._utils._rebuild_") and name.calls
-    )
-
-
-def _quantized(storage: TypedStorage, offset: object, size: object, *_: object) -> UnsupportedTensor:
+def _quantized(storage: Any, offset: object, size: object, *_: object) -> UnsupportedTensor:
     dtype = torch.int32 if storage.dtype is torch.qint32 else torch.uint8
-    return UnsupportedTensor("a quantized tensor", dtype, _sizes(size))
+    return _unsupported("a quantized tensor", dtype, size)
 
 
 def _sparse(layout: object, data: Any) -> UnsupportedTensor:
     values, size = (data[1], data[2]) if layout is torch.sparse_coo else (data[2], data[3])
-    return UnsupportedTensor("a sparse tensor", values.dtype, _sizes(size))
+    return _unsupported("a sparse tensor", values.dtype, size)
 
 
-def _nested(buffer: torch.Tensor, *_: object) -> UnsupportedTensor:
-    return UnsupportedTensor("a nested tensor", buffer.dtype, tuple(buffer.shape))
+def _nested(buffer: Any, *_: object) -> UnsupportedTensor:
+    return _unsupported("a nested tensor", buffer.dtype, buffer.shape)
+
+
+def _meta(dtype: object, size: object, *_: object) -> UnsupportedTensor:
+    return _unsupported("a tensor of the meta device, which has no data", dtype, size)
+
+
+def _unsupported(kind: str, dtype: object, size: object) -> UnsupportedTensor:
+    if type(dtype) is not torch.dtype:
+        raise ValueError("a tensor with something else as its dtype")
+    return UnsupportedTensor(kind, dtype, _sizes(size))
 
 
 def _sizes(size: Any) -> tuple[int, ...]:
-    if type(size) not in (tuple, list, torch.Size) or len(size) > 64 or not all(type(part) is int for part in size):
-        raise ValueError("the size is not a tuple of integers")
+    if type(size) not in (tuple, list, torch.Size) or len(size) > _MAX_DIMENSIONS:
+        raise ValueError("a tensor without a size, or with too many dimensions")
+    if not _INTEGER.issuperset(map(type, size)):
+        raise ValueError("a size of a tensor that is not an integer")
     return tuple(size)
+
+
+def _with_plain(function: Callable[..., object]) -> Callable[..., object]:
+    """Return a function that gives `function` numbers and text only."""
+
+    def call(*arguments: object) -> object:
+        if not all(type(argument) in (str, int, float) for argument in arguments):
+            raise ValueError("its arguments are not numbers or text")
+        return function(*arguments)
+
+    return call
 
 
 def _mapping(items: object = None, *_: object) -> dict[object, object]:
     if items is None:
         return {}
-    if isinstance(items, dict):
+    if type(items) is dict:
         return dict(items)
     if type(items) is not list or not all(type(item) in (list, tuple) and len(item) == 2 for item in items):
         raise ValueError("its items are not pairs")
-    _check_keys([key for key, _ in items])
+    _plain_keys([key for key, _ in items])
     return dict(items)
 
 
-def _default_mapping(factory: object = None, *items: object) -> dict[object, object]:
-    return _mapping(*items)
-
-
-def _check_keys(items: object) -> list[object]:
-    if not isinstance(items, (list, tuple)) or not all(map(is_plain_key, items)):
+def _plain_keys(items: Any = ()) -> Any:
+    if type(items) not in (list, tuple) or not all(map(_is_plain_key, items)):
         raise ValueError("its members are not text or numbers")
-    return list(items)
-
-
-def _set(items: object = ()) -> set[object]:
-    return set(_check_keys(items))
-
-
-def _frozen_set(items: object = ()) -> frozenset[object]:
-    return frozenset(_check_keys(items))
+    return items
 
 
 def _encode(value: object, encoding: object = "latin1") -> bytes:
@@ -371,16 +469,11 @@ def _byte_array(value: object = b"", encoding: object = "latin1") -> bytearray:
     return bytearray(value if type(value) is bytearray else _bytes(value, encoding))
 
 
-_CALLED_BY_TORCH = (
-    "torch._utils._rebuild_tensor",
-    "torch._utils._rebuild_tensor_v2",
-    "torch._utils._rebuild_tensor_v3",
-    "torch._utils._rebuild_meta_tensor_no_storage",
-    "torch.Size",
-    "torch.device",
-    "torch.serialization._get_layout",
-)
-_FUNCTIONS: dict[str, Callable[..., object]] = {
+_REBUILDS: dict[str, Callable[..., object]] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_with_dtype,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
     "torch._utils._rebuild_parameter": _same_tensor,
     "torch._utils._rebuild_parameter_with_state": _same_tensor,
     "torch._utils._rebuild_qtensor": _quantized,
@@ -390,19 +483,23 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _device_tensor,
     "torch._utils._rebuild_device_tensor_from_numpy": _device_array,
     "torch._utils._rebuild_xla_tensor": _device_array,
+}
+_FUNCTIONS: dict[str, Callable[..., object]] = {
     "torch._tensor._rebuild_from_type_v2": _from_type,
     "torch.nn.parameter.Parameter": _same_tensor,
     "torch.nn.parameter.Buffer": _same_tensor,
     "torch.autograd.variable.Variable": _same_tensor,
-    "_codecs.encode": _encode,
-    "builtins.frozenset": _frozen_set,
-    "builtins.bytes": _bytes,
-    "builtins.bytearray": _byte_array,
-    "builtins.complex": complex,
-}
-_MAPPINGS: dict[str, Callable[..., object]] = {
+    "torch.Size": lambda size=(): torch.Size(_sizes(size)),
+    "torch.device": _with_plain(torch.device),
+    "torch.serialization._get_layout": _with_plain(torch.serialization._get_layout),
     "collections.OrderedDict": _mapping,
     "collections.Counter": _mapping,
-    "collections.defaultdict": _default_mapping,
+    "collections.defaultdict": lambda factory=None, *items: _mapping(*items),
     "builtins.dict": _mapping,
+    "builtins.set": lambda *items: set(_plain_keys(*items)),
+    "builtins.frozenset": lambda *items: frozenset(_plain_keys(*items)),
+    "builtins.complex": _with_plain(complex),
+    "builtins.bytes": _bytes,
+    "builtins.bytearray": _byte_array,
+    "_codecs.encode": _encode,
 }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pickles in a part of an open file, as a stream that never takes memory for bytes that are not in the file.
 
-The base of opening a PyTorch checkpoint: `pickletools` reads opcodes from it, and `AllocationLimit` counts the memory
-of the objects that the opcodes describe. In legacy files tensor data follows the pickle, so little is read ahead.
+The base of opening a PyTorch checkpoint: `pickletools` reads opcodes from it, and it counts the memory of the objects
+that the opcodes describe. In legacy files tensor data follows the pickle, so little is read ahead.
 """
 
 from __future__ import annotations
@@ -21,30 +21,6 @@ _MAX_LINE_LEN = 4096
 _FREE_BYTES = 64 << 20
 _BYTES_PER_BYTE = 64
 _MAX_BYTES = 2 << 30
-
-
-class AllocationLimit:
-    """Limits the memory that the objects of a stream's pickles take together.
-
-    Args:
-        stream: The stream of the pickles; each byte read from it raises the limit.
-    """
-
-    def __init__(self, stream: PickleStream) -> None:
-        self._stream = stream
-        self._used = 0
-        self._limit = _FREE_BYTES
-
-    def spend(self, nbytes: int) -> None:
-        """Count an object of about `nbytes` bytes, or work that takes as long as filling them."""
-        self._used += nbytes
-        if self._used > self._limit:
-            self._limit = min(_FREE_BYTES + _BYTES_PER_BYTE * self._stream.consumed, _MAX_BYTES)
-            if self._used > self._limit:
-                raise PyTorchCheckpointError(
-                    f"{self._stream.path}: the pickle would take far more memory than a state dict needs; "
-                    "nothing of it was loaded"
-                )
 
 
 class PickleStream:
@@ -66,7 +42,8 @@ class PickleStream:
         self._buffer = b""
         self._at = 0
         self._buffer_end = start
-        self.limit = AllocationLimit(self)
+        self._used = 0
+        self._limit = _FREE_BYTES
 
     @property
     def position(self) -> int:
@@ -78,13 +55,24 @@ class PickleStream:
         """Bytes of pickle read so far."""
         return self.position - self._not_pickle
 
+    def spend(self, nbytes: int) -> None:
+        """Count an object of about `nbytes` bytes, or work that takes as long as filling them."""
+        self._used += nbytes
+        if self._used > self._limit:
+            self._limit = min(_FREE_BYTES + _BYTES_PER_BYTE * self.consumed, _MAX_BYTES)
+            if self._used > self._limit:
+                raise PyTorchCheckpointError(
+                    f"{self.path}: the pickle would take far more memory than a state dict needs; "
+                    "nothing of it was loaded"
+                )
+
     def read(self, count: int) -> bytes:
         """Return the next `count` bytes."""
         end = self._at + count
         if end > len(self._buffer):
             self._check(count)
             if count > self._read_ahead:
-                self.limit.spend(count)
+                self.spend(count)
             self._fill(count)
             end = count
         data = self._buffer[self._at : end]

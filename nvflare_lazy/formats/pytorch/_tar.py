@@ -12,11 +12,9 @@ import sys
 import tarfile
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import ArchiveError, NVFlareLazyError, PyTorchCheckpointError
-from nvflare_lazy.formats.pytorch._pickle import StorageRef, storage_dtype, unpickle
+from nvflare_lazy.formats.pytorch._pickle import StorageRef, TensorView, storage_dtype, unpickle
 from nvflare_lazy.formats.pytorch._stream import PickleStream
 from nvflare_lazy.formats.pytorch.data_source import LazyDataSource
 from nvflare_lazy.tensors.tensor_file import FileSource
@@ -55,7 +53,7 @@ class TarSource(LazyDataSource):
         }
         self.swapped = sys.byteorder != "little"
         self._storages: dict[str, FileSource] = {}
-        self._objects: dict[int, StorageRef | torch.Tensor] = {}
+        self._objects: dict[int, StorageRef | TensorView] = {}
         try:
             self._read_storages(streams["storages"])
             self._read_tensors(streams["tensors"])
@@ -64,7 +62,7 @@ class TarSource(LazyDataSource):
                 raise
             raise self._damaged(f"tables ({str(error)[:200]})") from None
         self.content = self._unpickle(streams["pickle"])
-        self.limit = streams["pickle"].limit
+        self.spend = streams["pickle"].spend
 
     def keys(self) -> list[str]:
         return list(self._storages)
@@ -81,7 +79,7 @@ class TarSource(LazyDataSource):
         found = self._objects.get(int(persistent_id))  # type: ignore[call-overload]
         if found is None:
             raise ValueError("nothing has the number of that tensor")
-        return self.storages.storage(found) if isinstance(found, StorageRef) else found
+        return found
 
     def _read_storages(self, stream: PickleStream) -> None:
         for _ in range(self._count(stream)):
@@ -127,8 +125,8 @@ class TarSource(LazyDataSource):
             if not 0 <= dimensions <= _MAX_DIMENSIONS:
                 raise self._damaged("tensors")
             numbers = struct.unpack(f"<{2 * dimensions + 1}q", stream.read(8 * (2 * dimensions + 1)))
-            self._objects[number] = torch._utils._rebuild_tensor(  # type: ignore[no-untyped-call]
-                self.storages.storage(storage), numbers[-1], numbers[:dimensions], numbers[dimensions:-1]
+            self._objects[number] = TensorView(
+                storage, storage.dtype, numbers[:dimensions], numbers[dimensions:-1], numbers[-1]
             )
 
     def _number(self, number: object) -> int:

@@ -57,7 +57,7 @@ class ZipSource(LazyDataSource):
         record = self._records[_PICKLE]
         stream = PickleStream(self.file, record.offset, record.offset + record.nbytes)
         self.content = unpickle(stream, self._load_id)
-        self.limit = stream.limit
+        self.spend = stream.spend
 
     def keys(self) -> list[str]:
         return [name.removeprefix(_STORAGES) for name in self._records if name.startswith(_STORAGES)]
@@ -67,7 +67,7 @@ class ZipSource(LazyDataSource):
         return None if record is None else FileSource(self.file, record.offset, record.nbytes)
 
     def _load_id(self, persistent_id: object) -> object:
-        if type(persistent_id) is not tuple or len(persistent_id) != 5:
+        if type(persistent_id) is not tuple or len(persistent_id) != 5 or persistent_id[0] != "storage":
             raise ValueError("the id of a storage is not a tuple of five")
         _, storage_type, key, _, numel = persistent_id
         ref = storage_ref(storage_type, key, numel)
@@ -77,7 +77,7 @@ class ZipSource(LazyDataSource):
                 f"{self.path}: storage {quoted(ref.key)} should have {ref.total} bytes, but has {nbytes}: "
                 "the file is damaged; get it again"
             )
-        return self.storages.storage(ref)
+        return ref
 
     def _root(self, records: dict[str, ZipRecord]) -> str:
         """Return the root directory of the archive: the name that the file had when it was saved."""

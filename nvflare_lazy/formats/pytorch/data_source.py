@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import PyTorchCheckpointError
-from nvflare_lazy.formats.pytorch._pickle import MetaStorages
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
-    from nvflare_lazy.formats.pytorch._stream import AllocationLimit
     from nvflare_lazy.tensors.byte_source import ByteSource
 
 
@@ -33,19 +32,17 @@ class LazyDataSource(ABC):
     Attributes:
         file: The open file.
         path: Its path.
-        content: What the pickle describes: meta tensors and plain data.
-        storages: The storages of those tensors.
-        limit: The limit of the memory that the contents take.
+        content: What the pickle describes: records of tensors, and plain data.
+        spend: Counts the memory that the contents take, up to a limit.
         swapped: Whether numbers in the storages have the other byte order than this machine's.
     """
 
-    limit: AllocationLimit
+    spend: Callable[[int], None]
 
     def __init__(self, path: str | os.PathLike[str], file: TensorFile | None = None) -> None:
         self.file = TensorFile(path) if file is None else file
         self.path = self.file.path
         self.content: object = None
-        self.storages = MetaStorages()
         self.swapped = False
 
     @staticmethod

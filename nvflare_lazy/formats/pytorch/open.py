@@ -51,7 +51,7 @@ def open_pytorch(
         raise ArchiveError(f"{file.path} does not start like a PyTorch checkpoint")
     data = _KINDS[kind](path, file)
     content = data.content if section is None else select(file.path, data.content, section)
-    tree = CheckpointTree(file.path, content, data.limit)
+    tree = CheckpointTree(file.path, content, data.spend)
     builder = EntryBuilder(data)
     entries = {name: builder.entry(name, tensor) for name, tensor in tree.tensors.items()}
     return LazyTensorDict.from_entries(entries, metadata={"format": "pt"}, extras=tree.extras)

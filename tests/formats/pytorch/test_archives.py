@@ -435,8 +435,8 @@ def test_legacy_lists_of_storages_that_lie(tmp_path, keys, error, what):
     ("storage", "what"),
     [
         (("storage", files.Named("torch", "FloatStorage"), "0", "cpu", 2), "tuple of six"),
-        (("module", files.Named("torch", "FloatStorage"), "0", "cpu", 2, None), "Only persistent_load of storage"),
-        ((5, files.Named("torch", "FloatStorage"), "0", "cpu", 2, None), "Only persistent_load of storage"),
+        (("module", files.Named("torch", "FloatStorage"), "0", "cpu", 2, None), "id of a storage"),
+        ((5, files.Named("torch", "FloatStorage"), "0", "cpu", 2, None), "id of a storage"),
         (("storage", "FloatStorage", "0", "cpu", 2, None), "not a storage class"),
         (("storage", files.Named("torch", "float32"), "0", "cpu", 2, None), "not a storage class"),
         (("storage", files.Named("torch", "FloatStorage"), 0, "cpu", 2, None), "key is not text"),

@@ -273,7 +273,12 @@ BOMBS = {
         + b"ctorch._tensor\n_rebuild_from_type_v2\n(h\x02h\x03(h\x01K\x00h\x00h\x00tNtR" * 20_000
         + b"t."
     ),
-    "items that are put into one object": lambda: b"\x80\x02cother\nThing\n)R" + b"K\x01a" * 200_000 + b".",
+    "long names, again and again": lambda: (
+        b"\x80\x04(X\0\0\x10\0" + b"x" * MIB + b"\x94X\x01\0\0\0x\x94" + b"h\x00h\x01\x93" * 20_000 + b"t."
+    ),
+    "a set made again and again": lambda: repeated_call(
+        "builtins", "set", b"(" + b"".join(b"J" + struct.pack("<i", i) for i in range(20_000)) + b"t", 20_000
+    ),
     "a storage again and again": lambda: b"\x80\x02(" + FLOATS + b"q\x01" + FLOATS * 60_000 + b"t.",
     "attributes copied into objects": lambda: (
         b"(}(" + numbered_nones(20_000) + b"uq\x00" + b"cargparse\nNamespace\n)Rh\x00b" * 20_000 + b"t."
