@@ -1,28 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """NumPy arrays over NVFlare's download service, with the names and calls of NVFlare's own `np_downloader`.
 
-What jobs with NumPy exchange, NVFlare's default, get; the counterpart of `tensor_downloader`.
+The counterpart of `tensor_downloader` for jobs that exchange NumPy arrays, which is the default of NVFlare.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport._backends import NUMPY
-from nvflare_lazy.transport._disk_consumer import DiskConsumer
 from nvflare_lazy.transport._downloadable import PayloadDownloadable
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
 from nvflare_lazy.transport.receive import RemotePayload, outcome, receive
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Mapping
 
     import numpy as np
-
-    from nvflare_lazy.transport._received_files import ReceiveDirectory
 
 _TWO_MB = 2 * 1024 * 1024
 
@@ -43,17 +38,6 @@ class ArrayConsumer(MemoryConsumer):
         cb_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(NUMPY, arrays_received_cb, cb_kwargs)
-
-
-class DiskArrayConsumer(DiskConsumer):
-    """Receives arrays into files; see `DiskTensorConsumer`."""
-
-    def __init__(self, temp_dir: str | os.PathLike[str] | ReceiveDirectory) -> None:
-        super().__init__(NUMPY, temp_dir)
-
-    def arrays(self) -> dict[str, LazyArray]:
-        """Return what was received; it keeps the directory alive."""
-        return self.values()
 
 
 def add_arrays(downloader: Any, arrays: Mapping[str, np.ndarray[Any, Any]], max_chunk_size: int = _TWO_MB) -> str:
@@ -81,34 +65,9 @@ def download_arrays(
     return outcome(lambda: receive(ArrayConsumer(arrays_received_cb, cb_kwargs), remote, progress_cb))
 
 
-def download_arrays_to_disk(
-    from_fqcn: str,
-    ref_id: str,
-    per_request_timeout: float,
-    cell: Any,
-    secure: bool = False,
-    optional: bool = False,
-    abort_signal: Any = None,
-    progress_cb: Callable[..., None] | None = None,
-) -> tuple[str | None, dict[str, LazyArray] | None]:
-    """Download arrays into the job's scratch; see `tensor_downloader.download_tensors_to_disk`."""
-    remote = RemotePayload(
-        offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal
-    )
-
-    def download() -> dict[str, LazyArray]:
-        consumer = DiskArrayConsumer(offload.runtime.scratch.download(label=from_fqcn))
-        receive(consumer, remote, progress_cb)
-        return consumer.arrays()
-
-    return outcome(download)
-
-
 __all__ = [
     "ArrayConsumer",
     "ArrayDownloadable",
-    "DiskArrayConsumer",
     "add_arrays",
     "download_arrays",
-    "download_arrays_to_disk",
 ]

@@ -21,8 +21,9 @@ from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.tensor_memory import storage_bytes
 from nvflare_lazy.transport._backends import NUMPY, TORCH
+from nvflare_lazy.transport._disk_consumer import DiskConsumer
 from nvflare_lazy.transport._downloadable import Payload
-from nvflare_lazy.transport.array_downloader import ArrayConsumer, ArrayDownloadable, DiskArrayConsumer
+from nvflare_lazy.transport.array_downloader import ArrayConsumer, ArrayDownloadable
 from nvflare_lazy.transport.segments import manifest as manifests
 from nvflare_lazy.transport.tensor_downloader import DiskTensorConsumer, TensorConsumer, TensorDownloadable
 
@@ -215,7 +216,7 @@ def test_send_items(kind, tmp_path):
     """The items that a receiver without this package takes; received in memory and on disk."""
     if "array" in kind:
         values = values_of(kind)
-        downloadable, consumers = ArrayDownloadable, [ArrayConsumer(), DiskArrayConsumer(tmp_path)]
+        downloadable, consumers = ArrayDownloadable, [ArrayConsumer(), DiskConsumer(NUMPY, tmp_path)]
     else:
         values = values_of(kind, NO_FILE | {dtype for dtype in DTYPES if by_torch(dtype).packed != 1})
         downloadable, consumers = TensorDownloadable, [TensorConsumer(), DiskTensorConsumer(tmp_path)]

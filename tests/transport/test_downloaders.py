@@ -22,10 +22,10 @@ from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.transport import _received_files as shards
 from nvflare_lazy.transport._backends import NUMPY, TORCH
-from nvflare_lazy.transport._disk_consumer import UnmanagedDirectory
+from nvflare_lazy.transport._disk_consumer import DiskConsumer, UnmanagedDirectory
 from nvflare_lazy.transport._downloadable import Payload
 from nvflare_lazy.transport._memory_consumer import MemorySink
-from nvflare_lazy.transport.array_downloader import ArrayConsumer, ArrayDownloadable, DiskArrayConsumer
+from nvflare_lazy.transport.array_downloader import ArrayConsumer, ArrayDownloadable
 from nvflare_lazy.transport.segments import manifest as manifests
 from nvflare_lazy.transport.tensor_downloader import (
     DiskTensorConsumer,
@@ -317,10 +317,10 @@ def test_arrays_on_disk(tmp_path):
         "i": np.array(7),
         "F": np.asfortranarray(np.arange(6).reshape(2, 3)),
     }
-    consumer = DiskArrayConsumer(tmp_path)
+    consumer = DiskConsumer(NUMPY, tmp_path)
     consumer.consume_items([bytes(data) for data in items_of(ArrayDownloadable(arrays, 1))], None)
     consumer.release()
-    got = consumer.arrays()
+    got = consumer.values()
     for name, array in arrays.items():
         assert isinstance(got[name], LazyArray)
         assert got[name].dtype == array.dtype

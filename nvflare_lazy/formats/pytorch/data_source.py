@@ -59,13 +59,6 @@ class LazyDataSource(ABC):
 
         return LegacyMultiStorageSource(path)
 
-    @staticmethod
-    def from_tar(path: str | os.PathLike[str]) -> LazyDataSource:
-        """Open a checkpoint of PyTorch before 0.1.10."""
-        from nvflare_lazy.formats.pytorch._tar import TarSource
-
-        return TarSource(path)
-
     @abstractmethod
     def keys(self) -> list[str]:
         """Return the keys of all storages, in the order of the file."""

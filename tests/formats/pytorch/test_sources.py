@@ -24,7 +24,7 @@ from tests.formats.pytorch import files
 KINDS = {
     "zip": (files.save_zip, LazyDataSource.from_zip, ZipSource),
     "legacy": (files.save_legacy, LazyDataSource.from_legacy_multi_storage, LegacyMultiStorageSource),
-    "tar": (files.save_tar, LazyDataSource.from_tar, TarSource),
+    "tar": (files.save_tar, TarSource, TarSource),
 }
 MIB = 1 << 20
 
