@@ -13,6 +13,7 @@ from nvflare.fuel.f3.streaming.download_service import ProduceRC
 
 from nvflare_lazy.transport import _flow_control as whole_items
 from nvflare_lazy.transport import _nvflare_private
+from nvflare_lazy.transport._backends import TORCH
 from nvflare_lazy.transport._flow_control import InflightBudget, WholeTensorThrottle
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
 from nvflare_lazy.transport.offload import TransferRuntime
@@ -128,6 +129,19 @@ def test_released_buffers():
     runtime.on_buffers_released.clear()
     throttle.release(throttle.acquire(20))
     assert seen == [10, 0]
+
+
+def test_every_download_reports_released_buffers():
+    """Also one that took no slot, since its sender is known to offer segments: memory is looked at in every round."""
+    runtime, reports = TransferRuntime(), []
+    runtime.on_buffers_released.append(lambda: reports.append(runtime.throttle.used))
+    runtime.senders_with_package.add("server")
+    consumer = MemoryConsumer(TORCH)
+    consumer.attach(RemotePayload(runtime, None, "server", "ref"))
+    consumer.acquire_slot()
+    assert runtime.throttle.used == 0
+    consumer.release_slot()
+    assert reports == [0]
 
 
 def test_first_tensor_is_let_go():
