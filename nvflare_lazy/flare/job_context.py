@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from nvflare.apis.client import Client
+from nvflare.apis.fl_constant import FLContextKey, ServerCommandKey
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.model import ModelLearnableKey
 from nvflare.app_common.app_constant import AppConstants
 
@@ -54,6 +57,21 @@ def global_weights(fl_ctx: FLContext | None) -> Mapping[str, Any] | None:
     learnable = fl_ctx.get_prop(AppConstants.GLOBAL_MODEL) if fl_ctx else None
     weights = learnable.get(ModelLearnableKey.WEIGHTS) if isinstance(learnable, Mapping) else None
     return weights if isinstance(weights, Mapping) and weights else None
+
+
+def sender_of(fl_ctx: FLContext) -> str | None:
+    """Return the name of the process whose message NVFlare is processing, or None if there is none.
+
+    For a client's result, this is the client whose token NVFlare has verified. The identity in the peer's context is
+    only what the sender claims: it could be the name of another client, whose result would then be a second one.
+    """
+    peer = fl_ctx.get_peer_context()
+    if peer is None:
+        return None
+    message = peer.get_prop(FLContextKey.SHAREABLE)
+    client = message.get_header(ServerCommandKey.FL_CLIENT) if isinstance(message, Shareable) else None
+    name: str | None = client.name if isinstance(client, Client) else peer.get_identity_name(default=None)
+    return name
 
 
 def release_scratch(fl_ctx: FLContext) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import ReservedKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
@@ -117,7 +116,7 @@ class LazyAggregator(ModelAggregator):
             Whether it is taken. An error, which is what FedAvg wants to have, would end the task for all clients.
         """
         self.fl_ctx = fl_ctx
-        client = str(shareable.get_peer_prop(ReservedKey.IDENTITY_NAME, AppConstants.CLIENT_UNKNOWN))
+        client = job_context.sender_of(fl_ctx) or AppConstants.CLIENT_UNKNOWN
         task_round = shareable.get_cookie(AppConstants.CONTRIBUTION_ROUND)
         if task_round is not None and task_round != self._round_number():
             # Not a reason to leave out the one that may still come.

@@ -145,7 +145,7 @@ class TensorOffload(FLComponent):
     # ---- one result ----------------------------------------------------------------------------------------------
 
     def _on_task_sent(self, fl_ctx: FLContext) -> None:
-        client, task = _peer(fl_ctx), fl_ctx.get_prop(FLContextKey.TASK_DATA)
+        client, task = job_context.sender_of(fl_ctx), fl_ctx.get_prop(FLContextKey.TASK_DATA)
         number = task.get_header(AppConstants.CURRENT_ROUND) if isinstance(task, Shareable) else None
         if self.round_log is None or not client:
             return
@@ -155,7 +155,7 @@ class TensorOffload(FLComponent):
         self.round_log.on_task_sent(client)
 
     def _on_result(self, fl_ctx: FLContext) -> None:
-        client, result = _peer(fl_ctx), model_result(fl_ctx)
+        client, result = job_context.sender_of(fl_ctx), model_result(fl_ctx)
         if self.round_log is None or not client or result is None:
             return
         # SCAFFOLD sends control variates in the metadata.
@@ -166,7 +166,7 @@ class TensorOffload(FLComponent):
 
     def _validate(self, fl_ctx: FLContext) -> None:
         """Reject a result before an aggregator fails with half of it in its sum."""
-        client, result = _peer(fl_ctx), model_result(fl_ctx)
+        client, result = job_context.sender_of(fl_ctx), model_result(fl_ctx)
         if not client or result is None:
             return
         failure = find_failure(client, result.data, job_context.global_weights(fl_ctx))
@@ -183,7 +183,7 @@ class TensorOffload(FLComponent):
             self.round_log.on_skip(client, str(failure))
 
     def _on_verdict(self, fl_ctx: FLContext) -> None:
-        client = _peer(fl_ctx)
+        client = job_context.sender_of(fl_ctx)
         if self.round_log is None or not client:
             return
         result = fl_ctx.get_peer_context().get_prop(FLContextKey.SHAREABLE)
@@ -230,12 +230,6 @@ def _uses_external_trainer(fl_ctx: FLContext) -> bool:
     executors = getattr(router, "task_table", {}).values()
     modes = {getattr(executor, "execution_mode", _IN_PROCESS) for executor in executors}
     return bool(modes) and _IN_PROCESS not in modes
-
-
-def _peer(fl_ctx: FLContext) -> str | None:
-    peer = fl_ctx.get_peer_context()
-    name: str | None = peer.get_identity_name(default=None) if peer is not None else None
-    return name
 
 
 def _records_path(fl_ctx: FLContext) -> Path | None:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from nvflare.apis.client import Client
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import FLContextKey, ReservedKey
+from nvflare.apis.fl_constant import FLContextKey, ReservedKey, ServerCommandKey
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.abstract.model import make_model_learnable
 from nvflare.app_common.app_constant import AppConstants
@@ -105,6 +107,17 @@ def give(fl_ctx: FLContext, **tensors: Any) -> None:
     """Make these tensors the global model."""
     weights = {name: torch.as_tensor(value) for name, value in tensors.items()}
     fl_ctx.set_prop(AppConstants.GLOBAL_MODEL, make_model_learnable(weights, {}))
+
+
+def receive_from(fl_ctx: FLContext, client: str, result: Shareable, *, claimed: str | None = None) -> None:
+    """Make this the result that NVFlare is processing; its message may claim the name of another client."""
+    result.set_header(ServerCommandKey.FL_CLIENT, Client(client, "token"))
+    peer = FLContext()
+    peer.set_prop(ReservedKey.IDENTITY_NAME, claimed or client, private=False)
+    peer.set_prop(FLContextKey.SHAREABLE, result, private=True)
+    result.set_peer_props(peer.get_all_public_props())
+    fl_ctx.set_peer_context(peer)
+    fl_ctx.set_prop(FLContextKey.TASK_RESULT, result)
 
 
 def files_below(directory: Path) -> list[str]:

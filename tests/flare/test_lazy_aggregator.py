@@ -6,6 +6,7 @@ What each rule makes of its inputs is in the tests of aggregation.
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import numpy as np
@@ -13,8 +14,7 @@ import pytest
 import torch
 from nvflare.apis.dxo import from_shareable
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import ReservedKey
-from nvflare.apis.shareable import Shareable
+from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.weighted_aggregation_helper import WeightedAggregationHelper
 from nvflare.app_common.app_constant import AppConstants
@@ -28,7 +28,7 @@ from nvflare_lazy.flare import LazyAggregator
 from nvflare_lazy.flare.lazy_aggregator import AggregationStatsKey
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from tests.flare.conftest import files_below, give
+from tests.flare.conftest import files_below, give, receive_from
 
 NAN = float("nan")
 
@@ -287,23 +287,26 @@ def test_every_rule_by_its_name(aggregator, result, tmp_path, rule):
     assert values(mine.aggregate_model()) == {name: expected[name].tolist() for name in expected}
 
 
-def from_client(client: str, model: FLModel, asked_in: int = 0) -> Shareable:
-    """Return a result as ScatterAndGather gives it to its aggregator."""
+def give_to_scatter_and_gather(
+    aggregator: LazyAggregator, fl_ctx: FLContext, client: str, model: FLModel, *, asked_in: int, claimed: str = ""
+) -> bool:
+    """Process a result as ScatterAndGather does, and return whether its aggregator accepts it."""
     shareable = FLModelUtils.to_shareable(model)
-    shareable.set_peer_props({ReservedKey.IDENTITY_NAME: client})
     shareable.add_cookie(AppConstants.CONTRIBUTION_ROUND, asked_in)
-    return shareable
+    receive_from(fl_ctx, client, shareable, claimed=claimed)
+    return aggregator.accept(shareable, fl_ctx)
 
 
 def test_results_for_scatter_and_gather(aggregator, result, fl_ctx, caplog):
-    """Who sent one is known from its peer; what cannot be used, or comes too late, is refused without an error."""
+    """A result is its sender's, whatever name it claims; one that is late or not usable is refused without an error."""
     mine = aggregator()
+    send = functools.partial(give_to_scatter_and_gather, mine, fl_ctx)
     fl_ctx.set_prop(AppConstants.CURRENT_ROUND, 3)
     with caplog.at_level(logging.WARNING):
-        assert not mine.accept(from_client("site-1", result("", a=[9.0, 9.0]), asked_in=2), fl_ctx)
-        assert mine.accept(from_client("site-1", result("", 1, a=[1.0, 1.0], b=[1.0]), asked_in=3), fl_ctx)
-        assert mine.accept(from_client("site-2", result("", 3, a=[5.0, 5.0], b=[5.0]), asked_in=3), fl_ctx)
-        assert not mine.accept(from_client("site-3", result("", a=[1.0, 1.0, 1.0]), asked_in=3), fl_ctx)
+        assert not send("site-1", result("", a=[9.0, 9.0]), asked_in=2)
+        assert send("site-1", result("", 1, a=[1.0, 1.0], b=[1.0]), asked_in=3, claimed="site-2")
+        assert send("site-2", result("", 3, a=[5.0, 5.0], b=[5.0]), asked_in=3)
+        assert not send("site-3", result("", a=[1.0, 1.0, 1.0]), asked_in=3)
     assert "ignored a late result of site-1 for round 2" in caplog.text
     assert "skipped the result of site-3:" in caplog.text
     found = from_shareable(mine.aggregate(fl_ctx)).data

@@ -12,7 +12,6 @@ from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, ReservedKey, ReturnCode
-from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
@@ -23,7 +22,7 @@ import nvflare_lazy
 from nvflare_lazy.flare import TensorOffload, job_context, tensor_offload
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.registration import registered
-from tests.flare.conftest import give
+from tests.flare.conftest import give, receive_from
 
 
 @pytest.fixture(autouse=True)
@@ -133,14 +132,6 @@ def test_a_client_that_only_forwards_keeps_no_memory(fl_ctx, tmp_path, monkeypat
     assert told == [{"forwards_only": True}] * forwards
 
 
-def come(fl_ctx, result):
-    """Make this the result of site-1 that is being processed."""
-    peer = FLContext()
-    peer.set_prop(ReservedKey.IDENTITY_NAME, "site-1", private=False)
-    fl_ctx.set_peer_context(peer)
-    fl_ctx.set_prop(FLContextKey.TASK_RESULT, result)
-
-
 def test_what_came_is_all_that_came(fl_ctx, tmp_path, caplog):
     """Tensors beside the model, such as control variates of SCAFFOLD, count as received."""
     caplog.set_level("INFO")
@@ -148,7 +139,7 @@ def test_what_came_is_all_that_came(fl_ctx, tmp_path, caplog):
     component.handle_event(EventType.START_RUN, fl_ctx)
     component.handle_event(AppEventType.ROUND_STARTED, fl_ctx)
     meta = {"controls": {"w": torch.zeros(256), "b": torch.zeros(256)}, "steps": 7}
-    come(fl_ctx, DXO(DataKind.WEIGHTS, data={"w": torch.zeros(256)}, meta=meta).to_shareable())
+    receive_from(fl_ctx, "site-1", DXO(DataKind.WEIGHTS, data={"w": torch.zeros(256)}, meta=meta).to_shareable())
     component.handle_event(EventType.BEFORE_TASK_RESULT_FILTER, fl_ctx)
     component.handle_event(AppEventType.AFTER_CONTRIBUTION_ACCEPT, fl_ctx)
     component.handle_event(EventType.END_RUN, fl_ctx)
@@ -164,7 +155,7 @@ def test_a_controller_that_announces_no_rounds(fl_ctx, tmp_path, caplog):
         task = Shareable()
         task.set_header(AppConstants.CURRENT_ROUND, number)
         fl_ctx.set_prop(FLContextKey.TASK_DATA, task)
-        come(fl_ctx, DXO(DataKind.WEIGHTS, data={"w": torch.zeros(256)}).to_shareable())
+        receive_from(fl_ctx, "site-1", DXO(DataKind.WEIGHTS, data={"w": torch.zeros(256)}).to_shareable())
         component.handle_event(EventType.AFTER_TASK_DATA_FILTER, fl_ctx)
         component.handle_event(EventType.BEFORE_TASK_RESULT_FILTER, fl_ctx)
         if number != 1:
@@ -186,11 +177,25 @@ def test_a_result_that_cannot_be_used_comes_without_tensors(fl_ctx, tmp_path, ta
     """Controllers leave out an empty result of training; cross-site evaluation would go on with an empty model."""
     give(fl_ctx, w=torch.zeros(3))
     result = DXO(DataKind.WEIGHTS, data={"w": torch.zeros(5)}).to_shareable()
-    come(fl_ctx, result)
+    receive_from(fl_ctx, "site-1", result)
     fl_ctx.set_prop(FLContextKey.TASK_NAME, task)
     TensorOffload().handle_event(EventType.AFTER_TASK_RESULT_FILTER, fl_ctx)
     assert from_shareable(result).data == {}
     assert result.get_return_code() == code
+
+
+def test_a_client_that_claims_the_name_of_another_one(fl_ctx, tmp_path, caplog):
+    """The log has the client whose token NVFlare has verified."""
+    caplog.set_level("INFO")
+    component = TensorOffload(str(tmp_path / "root"))
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    give(fl_ctx, w=torch.zeros(3))
+    result = DXO(DataKind.WEIGHTS, data={"w": torch.zeros(5)}).to_shareable()
+    receive_from(fl_ctx, "site-1", result, claimed="site-2")
+    component.handle_event(EventType.AFTER_TASK_RESULT_FILTER, fl_ctx)
+    component.handle_event(EventType.END_RUN, fl_ctx)
+    assert "Rejected the result of site-1" in caplog.text
+    assert "of site-2" not in caplog.text
 
 
 def _attach(mode):
