@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_ARRAY_HEADER_BYTES = 128 << 10
+_MAX_AXES = 64
+_SUFFIX = ".npy"
 
 
 def pack_tensor(name: str, value: Any, source: ByteSource) -> bytearray:
@@ -53,45 +55,57 @@ def pack_array(name: str, array: Any) -> memoryview:
 
 
 def unpack_tensors(item: Any, sender: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
-    """Read tensors that NVFlare sent: name, dtype, shape and bytes of each in an item.
+    """Read the tensor that NVFlare sent as one item: name, dtype, shape and bytes.
 
     Raises:
-        ProtocolError: If the item is not what its header says.
+        ProtocolError: If the item is not what its header says, or is not exactly one tensor.
     """
     with _report_damage(item, sender):
         header = parse_message(item, f"an item from {sender}", max_header_bytes=_MAX_HEADER_BYTES)
-        view = memoryview(item)
-        for name, (row, shape, offset, nbytes) in header.tensors.items():
-            if row.torch is None:
-                raise ProtocolError(f"{sender} sent {name} as {row.name}, which this release of torch does not have")
-            if row.packed > 1 and shape:
-                shape = (*shape[:-1], shape[-1] // row.packed)
-            if prod(shape) * row.torch.itemsize != nbytes:
-                raise ProtocolError(f"{sender} sent {name} with a row that ends inside of a byte")
-            yield name, row.torch, shape, view[offset : offset + nbytes]
+        if len(header.tensors) != 1:
+            raise ProtocolError(f"{sender} sent an item with {len(header.tensors)} tensors; expected 1")
+        ((name, (row, shape, offset, nbytes)),) = header.tensors.items()
+        if row.torch is None:
+            raise ProtocolError(f"{sender} sent {name} as {row.name}, which this release of torch does not have")
+        if row.packed > 1 and shape:
+            shape = (*shape[:-1], shape[-1] // row.packed)
+        if prod(shape) * row.torch.itemsize != nbytes:
+            raise ProtocolError(f"{sender} sent {name} with a row that ends inside of a byte")
+    yield name, row.torch, shape, memoryview(item)[offset : offset + nbytes]
 
 
 def unpack_arrays(item: Any, sender: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
-    """Read arrays that NVFlare sent: name, dtype, shape and bytes of each in an item.
+    """Read the array that NVFlare sent as one item: name, dtype, shape and bytes.
 
     Raises:
-        ProtocolError: If the item is not what its header says.
+        ProtocolError: If the item is not what its headers say, or is not exactly one array in the form that NVFlare
+            writes.
     """
     with _report_damage(item, sender):
-        view = memoryview(item)
-        with zipfile.ZipFile(io.BytesIO(item)) as archive:
-            for info in archive.infolist():
-                data = _member(view, info, sender)
-                dtype, shape, fortran, start = _array_header(data)
-                elements = data[start:]
-                if dtype.hasobject or len(elements) != prod(shape) * dtype.itemsize:
-                    raise ProtocolError(
-                        f"{sender} sent {info.filename} with {len(elements)} bytes for {shape} of {dtype}"
-                    )
-                if fortran and len(shape) > 1:
-                    turned = np.frombuffer(elements, dtype).reshape(shape[::-1]).T
-                    elements = np.ascontiguousarray(turned).reshape(-1).view(np.uint8).data
-                yield info.filename.removesuffix(".npy"), dtype, shape, elements
+        name, data = _only_member(memoryview(item))
+        dtype, shape, fortran, start = _array_header(data)
+        _check_shape(shape, dtype.itemsize, name)
+        elements = data[start:]
+        # Numpy does not keep types whose elements have no bytes, such as U0.
+        supported = dtype.itemsize and not dtype.hasobject and dtype.subdtype is None
+        if not supported or len(elements) != prod(shape) * dtype.itemsize:
+            raise ProtocolError(f"{name} has {len(elements)} bytes for {shape} of {dtype}")
+        if fortran and len(shape) > 1:
+            turned = np.frombuffer(elements, dtype).reshape(shape[::-1]).T
+            elements = np.ascontiguousarray(turned).reshape(-1).view(np.uint8).data
+    yield name, dtype, shape, elements
+
+
+def _check_shape(shape: tuple[int, ...], itemsize: int, name: str) -> None:
+    """Check that an array of this shape can exist.
+
+    Raises:
+        ProtocolError: If an axis is not a count, or the strides do not fit into 63 bits.
+    """
+    counts = all(type(size) is int and size >= 0 for size in shape)
+    # An axis without elements hides none of the others: they still determine the strides.
+    if not counts or len(shape) > _MAX_AXES or prod(max(size, 1) for size in shape) * itemsize >= 1 << 62:
+        raise ProtocolError(f"{name} has an invalid shape: {str(shape)[:80]}")
 
 
 @contextmanager
@@ -100,10 +114,13 @@ def _report_damage(item: Any, sender: str) -> Iterator[None]:
         raise ProtocolError(f"{sender} sent an invalid item: expected bytes, got {type(item).__name__}")
     try:
         yield
-    except ProtocolError:
-        raise
-    except (FormatError, ValueError, EOFError, OSError, zipfile.BadZipFile, NotImplementedError, KeyError) as error:
+    except ProtocolError as error:
+        raise ProtocolError(f"{sender} sent an invalid item: {error}") from error
+    # Numpy reads the text of a header with Python's parser, which has errors of all these types.
+    except (FormatError, ValueError, TypeError, ArithmeticError, LookupError, struct.error) as error:
         raise ProtocolError(f"{sender} sent a damaged item: {error}") from error
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ProtocolError(f"{sender} sent an item that cannot be read: {type(error).__name__}") from error
 
 
 def _header(name: str, dtype: Any, shape: tuple[int, ...]) -> bytes:
@@ -117,17 +134,62 @@ def _header(name: str, dtype: Any, shape: tuple[int, ...]) -> bytes:
     return encode_header([(name, row.name, shown)], where=name)[0]
 
 
-def _member(archive: memoryview, info: zipfile.ZipInfo, sender: str) -> memoryview:
-    """Return a view of the bytes of a stored member, after checking them."""
-    lengths = archive[info.header_offset + 26 : info.header_offset + 30]
-    if info.compress_type != zipfile.ZIP_STORED or len(lengths) != 4:
-        raise ProtocolError(f"{sender} sent {info.filename} in a form that NVFlare does not use")
-    name_bytes, extra_bytes = struct.unpack("<HH", lengths)
-    start = info.header_offset + 30 + name_bytes + extra_bytes
-    data = archive[start : start + info.file_size]
-    if len(data) != info.file_size or zlib.crc32(data) != info.CRC:
-        raise ProtocolError(f"{sender} sent {info.filename} truncated or damaged: its checksum is wrong")
-    return data
+# The records of a zip archive: PKWARE's APPNOTE.TXT 4.3.7, 4.3.12 and 4.3.14 to 4.3.16.
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR64 = struct.Struct("<4s2IQ")
+_END = struct.Struct("<4s4H2IH")
+_SIZES64 = struct.Struct("<2H2Q")
+_UTF8 = 0x800
+_IN_EXTRA = 0xFFFFFFFF
+
+
+def _only_member(archive: memoryview) -> tuple[str, memoryview]:
+    """Return name and bytes of the array in an archive that `numpy.savez` wrote.
+
+    The archive is one record after the other: the member's header, its bytes, its entry in the directory, and the end.
+    No offset in it is followed, so nothing can be read twice.
+    """
+    magic, _, flags, method, _, _, crc, packed, nbytes, name_length, extra_length = _LOCAL.unpack_from(archive)
+    if magic != b"PK\3\4" or method != zipfile.ZIP_STORED or flags & ~_UTF8:
+        raise ProtocolError("an archive in a form that NVFlare does not write")
+    raw_name = bytes(archive[_LOCAL.size : _LOCAL.size + name_length])
+    start = _LOCAL.size + name_length + extra_length
+    if packed == nbytes == _IN_EXTRA:
+        kind, length, nbytes, packed = _SIZES64.unpack_from(archive, _LOCAL.size + name_length)
+        if (kind, length, extra_length) != (1, _SIZES64.size - 4, _SIZES64.size):
+            raise ProtocolError("an archive in a form that NVFlare does not write")
+    data = archive[start : start + nbytes]
+    if packed != nbytes or len(data) != nbytes or zlib.crc32(data) != crc:
+        raise ProtocolError("an array that is truncated or damaged: its checksum is wrong")
+    _check_end(archive[start + nbytes :], raw_name, (crc, nbytes), start + nbytes)
+    name = raw_name.decode("utf-8" if flags & _UTF8 else "ascii")
+    if not name.endswith(_SUFFIX):
+        raise ProtocolError(f"a member called {name[:80]!r} in place of an array")
+    return name.removesuffix(_SUFFIX), data
+
+
+def _check_end(end: memoryview, raw_name: bytes, contents: tuple[int, int], directory: int) -> None:
+    """Check that an archive ends with a directory of the one member, `directory` bytes after its beginning."""
+    crc, nbytes = contents
+    magic, *entry, header = _CENTRAL.unpack_from(end)
+    method, name_length, extra_length, comment_length = entry[3], *entry[9:12]
+    size = _CENTRAL.size + name_length + extra_length
+    listed = (method, *entry[6:9], comment_length, header, bytes(end[_CENTRAL.size : _CENTRAL.size + name_length]))
+    shown = min(nbytes, _IN_EXTRA)
+    if magic != b"PK\1\2" or listed != (zipfile.ZIP_STORED, crc, shown, shown, 0, 0, raw_name):
+        raise ProtocolError("an archive whose directory lists another member than it has")
+    after = end[size:]
+    if len(after) == _END64.size + _LOCATOR64.size + _END.size:
+        found = _END64.unpack_from(after)
+        if (found[0], *found[6:]) != (b"PK\6\6", 1, 1, size, directory):
+            raise ProtocolError("an archive with more than one member")
+        after = after[_END64.size + _LOCATOR64.size :]
+    # From 4 GiB, the offset here is a placeholder.
+    expected = (b"PK\5\6", 0, 0, 1, 1, size, min(directory, _IN_EXTRA), 0)
+    if len(after) != _END.size or _END.unpack(after) != expected:
+        raise ProtocolError("an archive with more than one member")
 
 
 def _array_header(data: memoryview) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
