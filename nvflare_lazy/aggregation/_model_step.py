@@ -19,7 +19,7 @@ from nvflare_lazy.aggregation._engine.tile_pool import run_tiles
 from nvflare_lazy.aggregation._optimizer_state import ModelFingerprint
 from nvflare_lazy.aggregation.schema import read_entries, tensor_metas
 from nvflare_lazy.errors import AggregationDtypeError, MismatchError
-from nvflare_lazy.formats import StreamingWriter
+from nvflare_lazy.formats import LazyTensorDict, StreamingWriter
 from nvflare_lazy.tensors.entry import TensorSpec
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from nvflare_lazy.aggregation._optimizer_state import OptimizerStates
     from nvflare_lazy.aggregation.server_optimizers import ServerOptimizer, UnknownModelPolicy
     from nvflare_lazy.tensors.entry import TensorEntry
-    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,8 @@ class OptimizerStep:
         fsync: bool,
         metadata: Mapping[str, str],
         monitor: PassMonitor,
-    ) -> list[TensorFile]:
-        """Write the next state, then the next model, and return its files."""
+    ) -> LazyTensorDict:
+        """Write the next state, then the next model, and return it."""
         state: Mapping[str, TensorEntry] = {}
         if states is not None:
             before = ModelFingerprint(self._specs)
@@ -113,10 +112,10 @@ class OptimizerStep:
                     state_writer.copy(name, state[name].rows())
                 state_writer.commit()
                 states.record(state_path, after.digest())
-            files = writer.commit()
+            tensors = LazyTensorDict.from_files(writer.commit(), metadata=writer.metadata)
             if states is not None:
                 states.prune()
-            return files
+            return tensors
         finally:
             writer.abort()
             if state_writer is not None:

@@ -173,7 +173,7 @@ class RoundExecution:
         )
         try:
             engine.reduce(reduction, rule.describe()["name"], writer)
-            tensors = LazyTensorDict.from_files(writer.commit(), metadata=metadata)
+            tensors = LazyTensorDict.from_files(writer.commit(), metadata=writer.metadata)
             return tensors, schema, provenance, reduction
         finally:
             writer.abort()

@@ -125,7 +125,7 @@ class ServerOptimizer(ABC):
         if self.slots and state_dir is not None:
             states = OptimizerStates(state_dir, self.name, self.slots, keep_states)
         step = OptimizerStep(self, model, update, params_type)
-        files = step.run(
+        return step.run(
             out,
             states,
             on_unknown_model,
@@ -136,7 +136,6 @@ class ServerOptimizer(ABC):
             metadata=metadata or {},
             monitor=PassMonitor(progress, should_cancel),
         )
-        return LazyTensorDict.from_files(files, metadata=metadata)
 
     def describe(self) -> dict[str, Any]:
         """Return name and parameters, as plain values."""

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from contextlib import contextmanager, suppress
+from math import prod
 from typing import TYPE_CHECKING
 
 from nvflare_lazy.errors import FormatError
@@ -28,7 +29,9 @@ from nvflare_lazy.formats.safetensors.shards import (
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from nvflare_lazy.tensors.tensor_file import StoredTensor
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +47,8 @@ def publish_file(file: AtomicFile) -> None:
         _remove_garbage(file.directory, [*_shards_of(file.path), os.path.basename(index_path(file.path))])
 
 
-def publish_shards(shards: Sequence[tuple[AtomicFile, Iterable[str]]], path: str, total_size: int) -> None:
-    """Publish files, each with the names of its tensors, as one checkpoint, which replaces the one of its name."""
+def publish_shards(shards: Sequence[tuple[AtomicFile, Mapping[str, StoredTensor]]], path: str) -> None:
+    """Publish files, each with its tensors, as one checkpoint, which replaces the one of its name."""
     for file, _ in shards:
         if file.fsync:
             file.sync()
@@ -53,8 +56,7 @@ def publish_shards(shards: Sequence[tuple[AtomicFile, Iterable[str]]], path: str
     with AtomicFile(index_path(path)) as index, _locked(directory):
         garbage = _shards_of(path)
         names = _free_names(directory, path, len(shards))
-        weight_map = {tensor: name for name, (_, tensors) in zip(names, shards, strict=True) for tensor in tensors}
-        index.write_at(_index_text(weight_map, total_size), 0)
+        index.write_at(_index_text({name: tensors for name, (_, tensors) in zip(names, shards, strict=True)}), 0)
         index.sync()
         try:
             for name, (file, _) in zip(names, shards, strict=True):
@@ -74,8 +76,16 @@ def publish_shards(shards: Sequence[tuple[AtomicFile, Iterable[str]]], path: str
         sync_directory(directory)
 
 
-def _index_text(weight_map: dict[str, str], total_size: int) -> bytes:
-    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+def _index_text(files: Mapping[str, Mapping[str, StoredTensor]]) -> bytes:
+    """Return the text of an index, with the members that transformers writes."""
+    stored = [tensor for tensors in files.values() for tensor in tensors.values()]
+    index = {
+        "metadata": {
+            "total_parameters": sum(prod(tensor.shape) for tensor in stored),
+            "total_size": sum(tensor.nbytes for tensor in stored),
+        },
+        "weight_map": {tensor: name for name, tensors in files.items() for tensor in tensors},
+    }
     return (json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 

@@ -54,13 +54,15 @@ def save(
     A checkpoint of that name is replaced atomically, including its shards and its index. A killed save leaves
     the old one or the new one.
 
-    The same tensors give the same bytes, identical to the ones of `safetensors.torch.save_file`. Tensors that share
-    memory are written once for each name, because the format cannot express that they are the same.
+    The same tensors give the same bytes, identical to those that `safetensors.torch.save_file` writes with the same
+    metadata. Tensors that share memory are written once for each name, because the format cannot express that they
+    are the same.
 
     Args:
         tensors: Tensors or arrays by name, lazy or ordinary.
         path: The file; in a directory, the name is `model.safetensors`.
-        metadata: Text to store with them. Default: the metadata of a `LazyTensorDict`.
+        metadata: Text to store with them, in addition to `format: pt`, which transformers and accelerate require.
+            A given `format` is kept. Default: the metadata of a `LazyTensorDict`.
         max_shard_size: Split a larger checkpoint, for example "5GB", into several files and an index.
         dtype: Cast floating-point tensors to this type. Values that are too large for it are logged as a warning.
         progress: Called with a number of bytes each time some were written.

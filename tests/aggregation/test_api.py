@@ -485,7 +485,7 @@ class TestProvenance:
         aggregation = Aggregation(params_type="DIFF", on_mismatch="skip")
         aggregation.run(contributions, out, weights={"a": 1, "b": 3, "c": 1}, metadata={"round": "7"})
         metadata = nvflare_lazy.open(out).metadata
-        assert metadata["round"] == "7"
+        assert (metadata["round"], metadata["format"]) == ("7", "pt")
         said = json.loads(metadata[METADATA_KEY])
         assert said["rule"] == {"name": "mean"}
         assert said["params_type"] == "DIFF"

@@ -16,6 +16,7 @@ def write_sparse(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) ->
         path: The file.
         tensors: dtype and shape by name.
     """
-    header, contents = encode_header(((name, *described) for name, described in tensors.items()), where=str(path))
+    listed = ((name, *described) for name, described in tensors.items())
+    header, contents = encode_header(listed, {"format": "pt"}, where=str(path))
     path.write_bytes(header)
     os.truncate(path, end_of(contents, len(header)))

@@ -97,7 +97,7 @@ def test_type_that_cannot_be_cast(cli, tmp_path, dtype):
 def test_shards(cli, tmp_path, tensors):
     """Shards and an index as others write them, which open as one."""
     tensors = {f"layers.{i}": torch.full((1000,), float(i)) for i in range(10)}
-    save_file(tensors, tmp_path / "in")
+    save_file(tensors, tmp_path / "in", metadata={"format": "pt"})
     os.mkdir("out")
     code, out, _ = cli("convert", "in", "out/model.safetensors", "--max-shard-size", "10 KB")
     assert (code, out) == (0, "out/model.safetensors.index.json: 10 tensors, 39.1 KiB\n")

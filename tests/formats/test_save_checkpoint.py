@@ -31,11 +31,11 @@ from nvflare_lazy.tensors.dtypes import ELEMENT_TYPES
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 
-GOLDEN = bytes.fromhex("d0000000 00000000") + (
-    b'{"__metadata__":{"a":"\xc3\xa4\\n","b":"2"},'
+GOLDEN = bytes.fromhex("d8000000 00000000") + (
+    b'{"__metadata__":{"a":"\xc3\xa4\\n","b":"2","format":"pt"},'
     b'"wide":{"dtype":"I64","shape":[],"data_offsets":[0,8]},'
     b'"a":{"dtype":"F32","shape":[1,2],"data_offsets":[8,16]},'
-    b'"b":{"dtype":"U8","shape":[3],"data_offsets":[16,19]}}      '
+    b'"b":{"dtype":"U8","shape":[3],"data_offsets":[16,19]}}'
     b"\xfe\xff\xff\xff\xff\xff\xff\xff"
     b"\x00\x00\x80\x3f\x00\x00\x00\xc0"
     b"\x01\x02\x03"
@@ -82,9 +82,10 @@ def test_golden_bytes(tmp_path: Path) -> None:
 
 def test_same_bytes_as_the_library(tmp_path: Path) -> None:
     """A file is byte for byte what the safetensors library writes, for every type that both have."""
-    save_file(one_of_each(), tmp_path / "theirs", metadata={"key": 'ü "\\\x01\x7f\u2028'})
-    save(one_of_each(), tmp_path / "ours", metadata={"key": 'ü "\\\x01\x7f\u2028'})
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    for number, given in enumerate((None, {"format": 'ü "\\\x01\x7f\u2028'})):
+        save_file(one_of_each(), tmp_path / f"theirs-{number}", metadata=given or {"format": "pt"})
+        save(one_of_each(), tmp_path / f"ours-{number}", metadata=given)
+        assert (tmp_path / f"ours-{number}").read_bytes() == (tmp_path / f"theirs-{number}").read_bytes()
 
 
 def test_order_of_arrival_does_not_matter(tmp_path: Path) -> None:
@@ -154,13 +155,13 @@ def test_pairs_of_four_bits(tmp_path: Path) -> None:
 
 
 def test_checkpoint_to_checkpoint(tmp_path: Path) -> None:
-    """A lazy dictionary is saved with its metadata, unless there is other metadata or none is wanted."""
-    save(one_of_each(), tmp_path / "one", metadata={"format": "pt"})
+    """A lazy dictionary is saved with its metadata, unless there is other metadata; the format is always there."""
+    save(one_of_each(), tmp_path / "one", metadata={"format": "mlx", "k": "v"})
     lazy = nvflare_lazy.open(tmp_path / "one")
     save(lazy, tmp_path / "two")
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     save(lazy, tmp_path / "two", metadata={})
-    assert open_safetensors(tmp_path / "two").metadata == {}
+    assert open_safetensors(tmp_path / "two").metadata == {"format": "pt"}
 
 
 def test_saving_over_what_is_being_read(tmp_path: Path) -> None:
@@ -258,7 +259,7 @@ def test_sharded(tmp_path: Path) -> None:
     index = save(tensors, tmp_path / "m.safetensors", max_shard_size=1200, metadata={"k": "v"})
     assert index == tmp_path / "m.safetensors.index.json"
     written = json.loads(index.read_text())
-    assert written["metadata"] == {"total_size": 8000}
+    assert written["metadata"] == {"total_parameters": 2000, "total_size": 8000}
     assert files(tmp_path) == [*(f"m-{n:05d}-of-00005.safetensors" for n in range(1, 6)), "m.safetensors.index.json"]
     assert sorted(set(written["weight_map"].values())) == files(tmp_path)[:-1]
     for shard in files(tmp_path)[:-1]:
@@ -266,7 +267,7 @@ def test_sharded(tmp_path: Path) -> None:
         assert {name for name, of in written["weight_map"].items() if of == shard} == loaded.keys()
         assert sum(tensor.nbytes for tensor in loaded.values()) <= 1200 or list(loaded) == ["big"]
     opened = nvflare_lazy.open(tmp_path)
-    assert opened.metadata == {"k": "v"}
+    assert opened.metadata == {"format": "pt", "k": "v"}
     assert {name: tensor.tolist() for name, tensor in opened.items()} == {
         name: tensor.tolist() for name, tensor in tensors.items()
     }

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from nvflare_lazy.tensors.tensor_file import StoredTensor
 
 
+#: transformers 4 and accelerate refuse a file that has metadata without it.
+FORMAT = {"format": "pt"}
 # Each is an open file until all of them are complete.
 _MAX_SHARDS = 500
 _MEMORY_PART_BYTES = 64 << 20
@@ -57,7 +59,7 @@ class StreamingWriter:
             `model-00001-of-00002.safetensors` and so on, and `model.safetensors.index.json`. In a directory, the
             name is `model.safetensors`.
         state_dict_meta: The tensors that will be written, all of them, in any order.
-        metadata: Text to store with them.
+        metadata: Text to store with them, in addition to `FORMAT`, which does not replace a given `format`.
         max_shard_size: Split what is larger into files of at most so many bytes of tensors each.
         fsync: Have the bytes on the disk before the checkpoint appears. Without, a power failure soon after may
             leave the name of a file without content.
@@ -79,6 +81,8 @@ class StreamingWriter:
     ) -> None:
         self.path = os.path.join(path, "model.safetensors") if os.path.isdir(path) else os.fspath(path)
         self.path = os.path.realpath(self.path)
+        #: The text in the header of each file.
+        self.metadata = {**FORMAT, **(metadata or {})}
         self._fsync = fsync
         self._slots: dict[str, _Slot] = {}
         self._shards: list[tuple[AtomicFile, dict[str, StoredTensor]]] = []
@@ -89,11 +93,11 @@ class StreamingWriter:
         with ExitStack() as undo:
             undo.callback(self.abort)
             for shard in _shards(self.path, state_dict_meta, max_shard_size):
-                self._start_file(shard, metadata)
+                self._start_file(shard)
             undo.pop_all()
 
-    def _start_file(self, state_dict_meta: Sequence[TensorMeta], metadata: Mapping[str, str] | None) -> None:
-        header, contents = encode_header(in_file_order(state_dict_meta), metadata, where=self.path)
+    def _start_file(self, state_dict_meta: Sequence[TensorMeta]) -> None:
+        header, contents = encode_header(in_file_order(state_dict_meta), self.metadata, where=self.path)
         file = AtomicFile(self.path, fsync=self._fsync)
         self._shards.append((file, contents))
         file.reserve(end_of(contents, len(header)))
@@ -157,7 +161,7 @@ class StreamingWriter:
             if len(self._shards) == 1:
                 publish_file(self._shards[0][0])
             else:
-                publish_shards(self._shards, self.path, sum(slot.stored.nbytes for slot in self._slots.values()))
+                publish_shards(self._shards, self.path)
             self._committed = True
             files = []
             for file, contents in self._shards:

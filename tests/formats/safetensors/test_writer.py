@@ -54,7 +54,7 @@ def test_tiles_from_many_threads(tmp_path: Path, max_shard_size: int | None) -> 
     if max_shard_size is None:
         assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "whole").read_bytes()
     written = nvflare_lazy.open(tmp_path / "m.safetensors")
-    assert written.metadata == {"k": "v"}
+    assert written.metadata == {"format": "pt", "k": "v"}
     assert all(torch.equal(written[name].materialize(), tensor) for name, tensor in tensors.items())
 
 
