@@ -17,7 +17,7 @@ from nvflare_lazy.aggregation._engine.rounding import FLOATS, ROUNDING_BYTES, ro
 from nvflare_lazy.aggregation._engine.tile_io import InputVector, OutputVector, real_dtype, real_numel
 from nvflare_lazy.aggregation._engine.tile_pool import run_tiles
 from nvflare_lazy.aggregation._optimizer_state import ModelFingerprint
-from nvflare_lazy.aggregation.schema import read_entries, tensor_metas
+from nvflare_lazy.aggregation.schema import read_entries, specs_of, tensor_metas
 from nvflare_lazy.errors import AggregationDtypeError, MismatchError
 from nvflare_lazy.formats import LazyTensorDict, StreamingWriter
 from nvflare_lazy.tensors.entry import TensorSpec
@@ -66,7 +66,7 @@ class OptimizerStep:
         self._update = read_entries(update, "the update")
         for name, entry in self._update.items():
             self._check(name, entry, self._model.get(name))
-        self._specs = {name: entry.spec for name, entry in self._model.items()}
+        self._specs = specs_of(self._model)
         self._initial = [*optimizer.slots.values()]
 
     def run(
@@ -139,11 +139,11 @@ class OptimizerStep:
         return [name for name in self._update if real_dtype(self._model[name].dtype) in FLOATS]
 
     def _state_specs(self, state: Mapping[str, TensorEntry]) -> dict[str, TensorSpec]:
-        specs = {name: entry.spec for name, entry in state.items()}
+        specs = specs_of(state)
         for name in self._optimized():
             dtype = torch.float64 if self._model[name].dtype == torch.float64 else torch.float32
             for slot in self._optimizer.slots:
-                specs[f"{slot}/{name}"] = TensorSpec(dtype, (real_numel(self._model[name]),))
+                specs[f"{slot}/{name}"] = TensorSpec(dtype, (real_numel(self._specs[name]),))
         return specs
 
     def _runs(
@@ -154,19 +154,19 @@ class OptimizerStep:
             known = all(f"{slot}/{name}" in state for slot in self._optimizer.slots)
             together.setdefault((self._model[name].dtype, self._update[name].dtype, known), []).append(name)
         for names in together.values():
-            sizes = [real_numel(self._model[name]) for name in names]
-            model = InputVector([self._model[name] for name in names])
+            sizes = [real_numel(self._specs[name]) for name in names]
+            model = InputVector([self._model[name] for name in names], self._model[names[0]].dtype)
             old, new = [], []
             if model.dtype in FLOATS and state_writer is not None:
                 width = torch.float64 if model.dtype == torch.float64 else torch.float32
                 for slot in self._optimizer.slots:
                     keys = [f"{slot}/{name}" for name in names]
                     known = keys[0] in state
-                    old.append(InputVector([state[key] for key in keys]) if known else None)
+                    old.append(InputVector([state[key] for key in keys], state[keys[0]].dtype) if known else None)
                     new.append(OutputVector(keys, sizes, width, state_writer))
             yield _Run(
                 model,
-                InputVector([self._update[name] for name in names]),
+                InputVector([self._update[name] for name in names], self._update[names[0]].dtype),
                 old,
                 OutputVector(names, sizes, model.dtype, writer),
                 new,

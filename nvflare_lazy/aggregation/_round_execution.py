@@ -185,6 +185,7 @@ class RoundExecution:
             self._entries,
             self._weights,
             reference=self._reference,
+            params_type=self._config.params_type,
             requires_all_tensors=self._rule.requires_all_tensors,
             on_mismatch=self._config.on_mismatch,
         )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schema of a round, resolved before data is read: contributors, weights, tensor names, shapes and dtypes.
 
-Contributions are untrusted. The majority of them, or the global model, defines the expected schema; a contribution that
-differs raises an error or is skipped, as the caller chooses.
+Contributions are untrusted. The global model defines the expected schema; without it, most contributors do. A
+contribution that differs raises an error or is skipped, as the caller chooses. `flare` uses the same functions when a
+result arrives.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.aggregation._engine.rounding import FLOATS
 from nvflare_lazy.aggregation._engine.tile import TensorGroup
 from nvflare_lazy.aggregation._engine.tile_io import InputVector, real_numel
@@ -28,20 +31,26 @@ from nvflare_lazy.errors import (
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.safetensors.layout import TensorMeta, in_file_order
 from nvflare_lazy.tensors import dtypes
-from nvflare_lazy.tensors.entry import entry_of
+from nvflare_lazy.tensors.entry import TensorSpec, entry_of
 
 if TYPE_CHECKING:
     import re
     from collections.abc import Mapping, Sequence
 
-    from nvflare_lazy.tensors.entry import TensorEntry, TensorSpec
+    from nvflare_lazy.tensors.entry import TensorEntry
 
 #: Handling of a contribution that does not match the others.
 MismatchPolicy = Literal["error", "skip"]
-_COMPUTABLE = FLOATS | {
+#: Dtypes that can be aggregated. The others have no arithmetic, or none without rounding.
+COMPUTABLE = FLOATS | {
     *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16),
     *(torch.uint32, torch.int32, torch.uint64, torch.int64, torch.complex64),
 }
+#: Dtypes that are converted to each other when they are read, so that contributors may differ in precision.
+CONVERTIBLE = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+# In a tie, later types win.
+_RANKS = {row.torch: rank for rank, row in enumerate(dtypes.ELEMENT_TYPES)}
+_MAX_NAMES = 3
 
 
 def read_entries(
@@ -75,6 +84,38 @@ def read_entries(
     return entries
 
 
+def specs_of(entries: Mapping[str, TensorEntry]) -> dict[str, TensorSpec]:
+    """Return dtype and shape of each tensor."""
+    return {name: entry.spec for name, entry in entries.items()}
+
+
+def find_mismatch(specs: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> str | None:
+    """Describe how the tensors of a contribution differ from the expected ones, or return None.
+
+    Tensors may be missing. A floating-point tensor may have another precision than expected: it is converted when it is
+    read.
+    """
+    if specs.keys() - expected.keys():
+        return f"unexpected tensor {listed([name for name in specs if name not in expected])}"
+    for name, spec in specs.items():
+        right = expected[name]
+        if spec == right and spec.dtype in COMPUTABLE:
+            continue
+        if spec.shape != right.shape:
+            return f"{quoted(name)} has shape {list(spec.shape)}, expected {list(right.shape)}"
+        if spec.dtype not in COMPUTABLE:
+            return f"{quoted(name)} is {spec.dtype}, which cannot be aggregated"
+        if not (spec.dtype in CONVERTIBLE and right.dtype in CONVERTIBLE):
+            return f"{quoted(name)} is {spec.dtype}, expected {right.dtype}"
+    return None
+
+
+def listed(names: Sequence[object]) -> str:
+    """Return the first few of some untrusted names, and the number of the others."""
+    named = ", ".join(quoted(name) for name in names[:_MAX_NAMES])
+    return named if len(names) <= _MAX_NAMES else f"{named} and {len(names) - _MAX_NAMES} more"
+
+
 @dataclass(frozen=True)
 class RoundSchema:
     """The contributors and tensors of a round.
@@ -99,12 +140,14 @@ def resolve_schema(
     weights: Mapping[str, float],
     *,
     reference: Mapping[str, TensorEntry] | None,
+    params_type: str,
     requires_all_tensors: bool,
     on_mismatch: MismatchPolicy,
 ) -> RoundSchema:
     """Return the schema of a round.
 
-    The global model defines the expected names and shapes if it is passed; otherwise most contributors do.
+    The global model defines the expected names, shapes and dtypes if it is passed; otherwise most contributors do. Most
+    contributors also decide the precision of differences, which may need more digits than the model.
     """
     skipped: dict[str, Exception] = {
         name: WeightError("weight is zero") for name in sorted(contributions) if not weights[name]
@@ -112,31 +155,35 @@ def resolve_schema(
     names = [name for name in sorted(contributions) if name not in skipped]
     if contributions and not names:
         raise WeightError(f"the weights of all contributors are zero: {', '.join(sorted(contributions))}")
-    sent = {name: {key: entry.spec for key, entry in contributions[name].items()} for name in names}
-    expected = _expected(sent, reference)
-    keys = _common_keys(sent) & expected.keys() if requires_all_tensors else None
-    for name, specs in sent.items():
-        error = _find_mismatch(name, specs, expected, keys)
-        if error is not None:
-            if on_mismatch == "error":
-                raise error
-            skipped[name] = error
+    sent = {name: specs_of(contributions[name]) for name in names}
+    of_model = None if reference is None else specs_of(reference)
+    expected = _expected(sent, of_model, keeps_precision=params_type == "DIFF")
+    mismatches = {name: reason for name, specs in sent.items() if (reason := find_mismatch(specs, expected))}
+    if requires_all_tensors:
+        mismatches |= _find_incomplete({name: specs for name, specs in sent.items() if name not in mismatches})
+    for name, reason in sorted(mismatches.items()):
+        others = "the other contributions" if reference is None else "the global model"
+        error = MismatchError(
+            f"contribution {quoted(name)} does not match {others}: {reason}; "
+            "exclude the tensor, fix the client or set on_mismatch='skip'"
+        )
+        if on_mismatch == "error":
+            raise error
+        skipped[name] = error
     staying = tuple(name for name in names if name not in skipped)
     if not staying:
         raise NothingToAggregateError("no usable contributions" + reasons(skipped))
-    holders: dict[str, tuple[int, ...]] = {
-        key: tuple(index for index, name in enumerate(staying) if key in sent[name]) for key in expected
-    }
+    everyone = tuple(range(len(staying)))
+    if all(len(sent[name]) == len(expected) for name in staying):
+        holders = dict.fromkeys(expected, everyone)
+    else:
+        holders = {key: tuple(index for index in everyone if key in sent[staying[index]]) for key in expected}
     result = {key: spec for key, spec in expected.items() if holders[key]}
     if not result:
         raise NothingToAggregateError("no tensors to aggregate: all tensors were excluded, or none were sent")
-    return RoundSchema(
-        staying,
-        tuple(float(weights[name]) for name in staying),
-        _in_order(result),
-        holders,
-        skipped,
-    )
+    # The order in the output file, and in most input files: adjacent tensors are read with one request.
+    in_order = {meta.name: result[meta.name] for meta in in_file_order(tensor_metas(result))}
+    return RoundSchema(staying, tuple(weights[name] for name in staying), in_order, holders, skipped)
 
 
 def validate_weights(names: Sequence[str], weights: Mapping[str, float] | None) -> dict[str, float]:
@@ -158,14 +205,11 @@ def group_tensors(
     reference: Mapping[str, TensorEntry] | None,
 ) -> list[TensorGroup]:
     """Return the tensors of a round, grouped by dtype and by the contributors that have them."""
-    together: dict[tuple[torch.dtype, tuple[int, ...], torch.dtype | None], list[str]] = {}
+    together: dict[tuple[torch.dtype, tuple[int, ...]], list[str]] = {}
     for key, spec in schema.specs.items():
-        of_reference = None if reference is None else reference[key].dtype
-        together.setdefault((spec.dtype, schema.holders[key], of_reference), []).append(key)
-        if of_reference is not None and of_reference.is_complex != spec.dtype.is_complex:
-            raise AggregationDtypeError(f"{key!r} is {spec.dtype}, but {of_reference} in the global model; exclude it")
+        together.setdefault((spec.dtype, schema.holders[key]), []).append(key)
     groups = []
-    for index, ((dtype, members, _), keys) in enumerate(together.items()):
+    for index, ((dtype, members), keys) in enumerate(together.items()):
         contributors = tuple(schema.names[member] for member in members)
         entries = [[contributions[name][key] for key in keys] for name in contributors]
         groups.append(
@@ -173,11 +217,11 @@ def group_tensors(
                 index=index,
                 dtype=dtype,
                 names=tuple(keys),
-                sizes=tuple(map(real_numel, entries[0])),
+                sizes=tuple(real_numel(schema.specs[key]) for key in keys),
                 members=members,
                 contributors=contributors,
-                inputs=tuple(map(InputVector, entries)),
-                reference=None if reference is None else InputVector([reference[key] for key in keys]),
+                inputs=tuple(InputVector(own, dtype) for own in entries),
+                reference=None if reference is None else InputVector([reference[key] for key in keys], dtype),
             )
         )
     return groups
@@ -188,68 +232,87 @@ def tensor_metas(specs: Mapping[str, TensorSpec]) -> list[TensorMeta]:
     return [TensorMeta(key, dtypes.by_torch(spec.dtype).name or "", spec.shape) for key, spec in specs.items()]
 
 
-def _in_order(specs: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
-    for key, spec in specs.items():
-        if spec.dtype not in _COMPUTABLE:
-            raise AggregationDtypeError(f"{key!r} is {spec.dtype}, which cannot be aggregated; exclude it")
-    # The order in the output file, and in most input files: adjacent tensors are read with one request.
-    return {meta.name: specs[meta.name] for meta in in_file_order(tensor_metas(specs))}
-
-
 def _expected(
-    sent: Mapping[str, Mapping[str, TensorSpec]], reference: Mapping[str, TensorEntry] | None
+    sent: Mapping[str, Mapping[str, TensorSpec]],
+    reference: Mapping[str, TensorSpec] | None,
+    *,
+    keeps_precision: bool,
 ) -> dict[str, TensorSpec]:
-    """Return the spec of each tensor in most contributions; its shape must be that of the global model, if known."""
-    votes: dict[str, Counter[TensorSpec]] = {}
-    for specs in sent.values():
-        for key, spec in specs.items():
-            votes.setdefault(key, Counter())[spec] += 1
-    if reference is not None:
-        votes = {key: count for key, count in votes.items() if key in reference}
-        for key, count in votes.items():
-            right = {spec: number for spec, number in count.items() if spec.shape == reference[key].shape}
-            votes[key] = Counter(right or {reference[key].spec: 1})
-    # In a tie, the spec of the first contributor by name wins.
-    return {key: count.most_common(1)[0][0] for key, count in votes.items()}
+    """Return the expected spec of each tensor: that of the global model if it is known, else the choice of most."""
+    first = next(iter(sent.values()))
+    if reference is not None and not keeps_precision:
+        wanted = {key for specs in sent.values() for key in specs}
+        expected = {key: spec for key, spec in reference.items() if key in wanted}
+    elif reference is None and all(specs == first for specs in sent.values()):
+        expected = dict(first)
+    else:
+        votes: dict[str, Counter[TensorSpec]] = {}
+        for specs in sent.values():
+            for key, spec in specs.items():
+                votes.setdefault(key, Counter())[spec] += 1
+        if reference is not None:
+            votes = {key: _of_kind(reference[key], count) for key, count in votes.items() if key in reference}
+        expected = {key: _elect(count, len(sent)) for key, count in votes.items()}
+    for key, spec in expected.items():
+        # One contributor cannot end a round with a dtype: it must be that of most of them.
+        if spec.dtype not in COMPUTABLE and 2 * sum(key in specs for specs in sent.values()) > len(sent):
+            owner = "" if reference is None else " in the global model"
+            raise AggregationDtypeError(f"{quoted(key)} is {spec.dtype}{owner}, which cannot be aggregated; exclude it")
+    return expected
 
 
-def _common_keys(sent: Mapping[str, Mapping[str, TensorSpec]]) -> frozenset[str]:
-    return Counter(frozenset(specs) for specs in sent.values()).most_common(1)[0][0]
-
-
-def _find_mismatch(
-    name: str, specs: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec], keys: frozenset[str] | None
-) -> MismatchError | None:
-    if keys is not None:
-        missing = sorted(keys - specs.keys())
-        if missing:
-            return MismatchError(
-                f"contribution {name!r} has no tensor {missing[0]!r}{_and_more(missing)}, but the rule requires every "
-                "tensor; exclude the tensor or set on_mismatch='skip'"
-            )
-    surplus = sorted(specs.keys() - (expected.keys() if keys is None else keys))
-    if surplus:
-        return MismatchError(
-            f"contribution {name!r} has an unexpected tensor {surplus[0]!r}{_and_more(surplus)}; "
-            "exclude it or set on_mismatch='skip'"
+def _of_kind(right: TensorSpec, votes: Counter[TensorSpec]) -> Counter[TensorSpec]:
+    """Return the votes for the shape and the kind of a spec; if there are none, one for the spec."""
+    if right.dtype in CONVERTIBLE:
+        votes = Counter(
+            {spec: n for spec, n in votes.items() if spec.shape == right.shape and spec.dtype in CONVERTIBLE}
         )
-    for key, spec in specs.items():
-        right = expected[key]
-        if spec.shape != right.shape:
-            return MismatchError(
-                f"shape mismatch for {key!r} from {name!r}: expected {list(right.shape)}, got {list(spec.shape)}; "
-                "fix the client or set on_mismatch='skip'"
-            )
-        if spec.dtype != right.dtype:
-            return MismatchError(
-                f"dtype mismatch for {key!r} from {name!r}: expected {right.dtype}, got {spec.dtype}; "
-                "fix the client or set on_mismatch='skip'"
-            )
-    return None
+        if votes:
+            return votes
+    return Counter((right,))
 
 
-def _and_more(keys: Sequence[str]) -> str:
-    return f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
+def _elect(votes: Counter[TensorSpec], contributors: int) -> TensorSpec:
+    """Return the shape and dtype that most contributors have; types that are converted to each other count as one.
+
+    In a tie of dtypes, the type to which all convert without loss wins, then floating point; in a tie of shapes, that
+    of the first contributor by name.
+    """
+    kinds: dict[tuple[torch.dtype | None, tuple[int, ...]], Counter[torch.dtype]] = {}
+    for spec, count in votes.items():
+        kind = None if spec.dtype in CONVERTIBLE else spec.dtype
+        kinds.setdefault((kind, spec.shape), Counter())[spec.dtype] += count
+
+    def rank(kind: tuple[torch.dtype | None, tuple[int, ...]]) -> tuple[int, bool, bool, int]:
+        dtype, count = kind[0], kinds[kind].total()
+        is_computable = dtype is None or dtype in COMPUTABLE
+        # Types without arithmetic win only against all others together.
+        return (
+            count if is_computable or 2 * count > contributors else 0,
+            is_computable,
+            dtype is None,
+            _RANKS.get(dtype, 0),
+        )
+
+    _, shape = winner = max(kinds, key=rank)
+    most = max(kinds[winner].values())
+    return TensorSpec(reduce(torch.promote_types, (t for t, count in kinds[winner].items() if count == most)), shape)
+
+
+def _find_incomplete(sent: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, str]:
+    """Describe for each contribution how its names differ from those of most; in a tie, from the most names."""
+    votes = Counter(frozenset(specs) for specs in sent.values())
+    if len(votes) <= 1:
+        return {}
+    names = max(votes, key=lambda some: (votes[some], len(some), sorted(some)))
+    found = {}
+    for name, specs in sent.items():
+        missing, surplus = sorted(names - specs.keys()), sorted(specs.keys() - names)
+        if missing:
+            found[name] = f"no tensor {listed(missing)}, but the rule requires every tensor"
+        elif surplus:
+            found[name] = f"unexpected tensor {listed(surplus)}"
+    return found
 
 
 def reasons(skipped: Mapping[str, Exception]) -> str:

@@ -100,7 +100,7 @@ class TestNames:
         """A tensor that the global model does not have is too much; one that nobody sends is not missed."""
         contributions = {"a": ones(w=((2,), 1.0)), "b": ones(w=((2,), 3.0), backdoor=((2,), 1.0))}
         model = ones(w=((2,), 0.0), frozen=((2,), 0.0))
-        with pytest.raises(MismatchError, match="'b' has an unexpected tensor 'backdoor'"):
+        with pytest.raises(MismatchError, match="'b' does not match the global model: unexpected tensor 'backdoor'"):
             Aggregation().run(contributions, out, reference=model)
         result = Aggregation(on_mismatch="skip").run(contributions, out, reference=model)
         assert result.tensors["w"].tolist() == [1, 1]
@@ -111,7 +111,7 @@ class TestNames:
         contributions = {name: ones(w=((2,), float(index)), v=((2,), 0.0)) for index, name in enumerate("abcd")}
         del contributions["a"]["v"]
         contributions["d"]["extra"] = torch.ones(1)
-        with pytest.raises(MismatchError, match="'a' has no tensor 'v'"):
+        with pytest.raises(MismatchError, match="'a' does not match the other contributions: no tensor 'v'"):
             Aggregation("median").run(contributions, out)
         result = Aggregation("median", on_mismatch="skip").run(contributions, out)
         assert result.report.contributors == ("b", "c")
@@ -122,8 +122,8 @@ class TestShapesAndTypes:
     """What contributors must agree on."""
 
     CASES = (
-        (torch.zeros(2, 1), MismatchError, r"shape mismatch for 'w' from 'b': expected \[2\], got \[2, 1\]"),
-        (torch.zeros(2).half(), MismatchError, "dtype mismatch for 'w' from 'b': expected torch.float32, got torch.fl"),
+        (torch.zeros(2, 1), MismatchError, r"'b' does not match .*: 'w' has shape \[2, 1\], expected \[2\]"),
+        (torch.zeros(2).int(), MismatchError, "'b' does not match .*: 'w' is torch.int32, expected torch.float32"),
         (torch.zeros(2).to_sparse(), UnsupportedTensorError, "'w' of 'b': a sparse"),
         ([1.0, 2.0], UnsupportedTensorError, "'w' of 'b': a list is neither a tensor nor an array"),
         (np.array(["x", "y"]), UnsupportedDtypeError, "'w' of 'b': <U1 arrays"),
@@ -490,7 +490,7 @@ class TestProvenance:
         assert said["rule"] == {"name": "mean"}
         assert said["params_type"] == "DIFF"
         assert said["weights"] == {"a": 0.25, "b": 0.75}
-        assert said["skipped"]["c"].startswith("MismatchError: shape mismatch for 'w' from 'c'")
+        assert said["skipped"]["c"].startswith("MismatchError: contribution 'c' does not match")
 
     def test_report_as_callback(self, out):
         """`aggregate` returns the model; who wants to know more, asks."""

@@ -107,10 +107,12 @@ def test_who_does_not_fit(cli, models, tmp_path):
     save_file({"w": torch.zeros(3)}, tmp_path / "d.safetensors")
     code, _, err = cli("aggregate", *models, "d.safetensors", "--out", "x.safetensors")
     assert code == 1
-    assert err.startswith("Error: shape mismatch for 'w' from 'd.safetensors': expected [4, 5], got [3]")
+    assert err.startswith(
+        "Error: contribution 'd.safetensors' does not match the other contributions: 'w' has shape [3]"
+    )
     code, out, err = cli("aggregate", *models, "d.safetensors", "--out", "x.safetensors", "--skip-invalid")
     assert (code, out) == (0, "x.safetensors: mean of 3, 2 tensors, 88 B\n")
-    assert err.startswith("Skipped d.safetensors: shape mismatch for 'w'")
+    assert err.startswith("Skipped d.safetensors: contribution 'd.safetensors' does not match the other")
 
 
 def test_who_cannot_be_read(cli, models, tmp_path, monkeypatch):

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from contextlib import ExitStack
-from itertools import accumulate
+from itertools import accumulate, groupby
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from nvflare_lazy.tensors.converted_sources import CastSource
 from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.formats.safetensors.writer import StreamingWriter
     from nvflare_lazy.tensors.byte_source import ByteSource
-    from nvflare_lazy.tensors.entry import TensorEntry
+    from nvflare_lazy.tensors.entry import TensorEntry, TensorSpec
     from nvflare_lazy.tensors.tensor_file import TensorFile
 
 # Complex numbers are processed as two real numbers each, bools as zero or one.
@@ -36,21 +38,27 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
     return _NUMBERS.get(dtype, dtype)
 
 
-def real_numel(entry: TensorEntry) -> int:
+def real_numel(spec: TensorSpec) -> int:
     """Return the number of real numbers that a tensor consists of."""
-    dtype = entry.dtype
-    return entry.numel * (dtype.itemsize // real_dtype(dtype).itemsize)
+    return prod(spec.shape) * (spec.dtype.itemsize // real_dtype(spec.dtype).itemsize)
 
 
 class InputVector:
-    """Tensors of one contributor, all of one dtype, one after the other.
+    """Tensors of one contributor, all read in one dtype, one after the other.
 
     Inside its `with` block, file descriptors are borrowed once, instead of once for each tile.
+
+    Args:
+        entries: The tensors.
+        dtype: The dtype to read them in. Tensors of another floating-point dtype are converted.
     """
 
-    def __init__(self, entries: Sequence[TensorEntry]) -> None:
-        self.dtype = real_dtype(entries[0].dtype)
-        self._sources = _joined([entry.rows() for entry in entries if entry.numel])
+    def __init__(self, entries: Sequence[TensorEntry], dtype: torch.dtype) -> None:
+        self.dtype = real_dtype(dtype)
+        self._sources: list[ByteSource] = []
+        for own, some in groupby((entry for entry in entries if entry.numel), lambda entry: entry.dtype):
+            sources = _joined([entry.rows() for entry in some])
+            self._sources += sources if own is dtype else [CastSource(source, own, dtype) for source in sources]
         self._ends = list(accumulate(source.nbytes for source in self._sources))
         self.nbytes = self._ends[-1] if self._ends else 0
         self.numel = self.nbytes // self.dtype.itemsize

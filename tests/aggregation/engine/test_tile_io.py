@@ -29,7 +29,7 @@ class TestVectors:
         """Any stretch is what the tensors, one after the other, have there."""
         values = [torch.arange(size, dtype=torch.int32) + 100 * index for index, size in enumerate(sizes)]
         whole = torch.cat(values)
-        vector = InputVector([part_of(value) for value in values])
+        vector = InputVector([part_of(value) for value in values], torch.int32)
         assert vector.numel == len(whole)
         start = data.draw(st.integers(0, len(whole)))
         count = data.draw(st.integers(0, len(whole) - start))
@@ -43,9 +43,9 @@ class TestVectors:
         np.arange(300, dtype=np.int32).tofile(path)
         file = open_source(path)
         parts = [TensorEntry(file.slice(400 * index, 400), by_torch(torch.int32), (100,)) for index in range(3)]
-        vector = InputVector(parts)
+        vector = InputVector(parts, torch.int32)
         assert len(vector._sources) == 1
-        assert len(InputVector(parts[::-1])._sources) == 3
+        assert len(InputVector(parts[::-1], torch.int32)._sources) == 3
         out = np.empty(250, np.int32)
         with vector:
             vector.read(20, memoryview(out).cast("B"))
