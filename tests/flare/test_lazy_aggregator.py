@@ -66,7 +66,7 @@ METRICS = [
 def test_metrics_are_averaged_as_nvflare_does_without_an_aggregator(aggregator, result, metrics):
     """Weighted by steps, each metric over those who report it, none if a client reports none."""
     mine = aggregator()
-    models = [result(f"site-{n}", n, a=[n, n], metrics=reported) for n, reported in enumerate(metrics, 1)]
+    models = [result(f"site-{n}", n, a=[float(n)] * 2, metrics=reported) for n, reported in enumerate(metrics, 1)]
     expected = BaseFedAvg.aggregate_fn(
         [FLModel(params={"a": torch.ones(2)}, metrics=model.metrics, meta=model.meta) for model in models]
     )
@@ -164,7 +164,7 @@ def test_what_turns_out_to_be_bad_while_it_is_read_is_left_out(aggregator, resul
 def test_scratch_of_a_round_goes_when_it_is_aggregated(aggregator, result, scratch):
     """Although NVFlare still holds the messages the results came in, only what came out of them is left."""
     mine = aggregator()
-    messages = [result(f"site-{n}", a=[n, n], b=[n]) for n in range(1, 4)]
+    messages = [result(f"site-{n}", a=[float(n)] * 2, b=[float(n)]) for n in range(1, 4)]
     for message in messages:
         mine.accept_model(message)
     assert len(files_below(scratch.path)) == 3
