@@ -7,13 +7,14 @@ logs each round. Controllers, aggregators, persistors and filters are unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nvflare.apis.analytix import AnalyticsDataType
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
-from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_constant import FLContextKey, ProcessType, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.utils.analytix_utils import create_analytic_dxo, send_analytic_dxo
@@ -29,6 +30,7 @@ from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
 from nvflare_lazy.flare.weights import is_lazy, is_weight
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.transport import offload
+from nvflare_lazy.transport.limits import PayloadLimits, PayloadSize
 from nvflare_lazy.transport.registration import register
 
 DEFAULT_MEMORY_BUDGET = "128MiB"
@@ -49,12 +51,16 @@ class TensorOffload(FLComponent):
     | limit the disk space of a job         | `scratch_quota`, such as `"200GiB"`                            |
     | keep disk space free                  | `min_free`, such as `"10GiB"` or `"5%"`                        |
     | limit memory                          | `memory_budget`                                                |
+    | accept results larger than usual      | `max_result_size`, such as `"10GiB"`                           |
 
     Args:
         scratch_dir: Scratch root; a private directory is leased in it. Default: the current user's.
         scratch_quota: Maximum bytes of scratch of this process. Default: no limit.
         min_free: Space to keep free on that file system. Default: 1 GiB, or a twentieth of a small file system.
         memory_budget: Memory for receiving and, with `LazyAggregator`, for aggregation.
+        max_result_size: Maximum bytes of tensors in one result; a larger result is rejected before it is received.
+            Default: on the server, twice the tensors of the task or of the global model, and at least 64 MiB. There is
+            no limit on a client, and none while no model is known.
 
     Example:
         >>> {"id": "offload", "path": "nvflare_lazy.flare.TensorOffload", "args": {"scratch_dir": "/data/scratch"}}
@@ -66,16 +72,22 @@ class TensorOffload(FLComponent):
         scratch_quota: int | str | None = None,
         min_free: int | str | None = None,
         memory_budget: int | str = DEFAULT_MEMORY_BUDGET,
+        max_result_size: int | str | None = None,
     ) -> None:
         super().__init__()
         self.scratch_dir = scratch_dir
         self.scratch_quota = scratch_quota
         self.min_free = min_free
         self.memory_budget = memory_budget
+        self.max_result_size = max_result_size
         # A quarter for data in flight to this process; aggregation uses the rest.
         self._inflight_bytes = max(1, parse_size(memory_budget) // 4)
         if scratch_quota is not None:
             parse_size(scratch_quota)
+        self._max_result_bytes = None if max_result_size is None else parse_size(max_result_size)
+        # The largest model of the job so far, and the round and task that it was last compared with.
+        self._model_size = PayloadSize()
+        self._measured: tuple[object, object] | None = None
         self._engine: Any = None
         self._scratch: JobScratch | None = None
         # Restored when the run ends: `install()` in this process, or another run, may have set it.
@@ -120,7 +132,8 @@ class TensorOffload(FLComponent):
         except ScratchError as error:
             self.system_panic(f"cannot create scratch for tensors: {error}", fl_ctx)
             return
-        self._mode_before = offload.runtime.use(offload.ReceiveMode(self._scratch, self._inflight_bytes))
+        limits = PayloadLimits(self._max_result_bytes)
+        self._mode_before = offload.runtime.use(offload.ReceiveMode(self._scratch, self._inflight_bytes, limits))
         self._memory = MallocTrimmer(parse_size(self.memory_budget), forwards_only=forwards_only)
         offload.runtime.on_buffers_released.append(self._memory.trim_excess)
         job_context.set_offload(fl_ctx, self)
@@ -149,10 +162,23 @@ class TensorOffload(FLComponent):
         number = task.get_header(AppConstants.CURRENT_ROUND) if isinstance(task, Shareable) else None
         if self.round_log is None or not client:
             return
+        if fl_ctx.get_process_type() == ProcessType.SERVER_JOB and isinstance(task, Shareable):
+            self._limit_results(task, number, fl_ctx)
         if number is not None and number != self._round:
             # Some controllers, such as NVFlare's SCAFFOLD, do not announce rounds.
             self._start_round(number, announced=False)
         self.round_log.on_task_sent(client)
+
+    def _limit_results(self, task: Shareable, number: object, fl_ctx: FLContext) -> None:
+        """Let results be as large as the largest model of the job so far permits, once per task."""
+        key = number, fl_ctx.get_prop(FLContextKey.TASK_NAME)
+        if key == self._measured:
+            return
+        self._measured = key
+        size = self._model_size.union(_size_of(task)).union(_size_of(job_context.global_weights(fl_ctx)))
+        if size.tensors and size != self._model_size:
+            self._model_size = size
+            offload.runtime.limit_payloads(PayloadLimits.for_model(size, self._max_result_bytes))
 
     def _on_result(self, fl_ctx: FLContext) -> None:
         client, result = job_context.sender_of(fl_ctx), model_result(fl_ctx)
@@ -222,6 +248,24 @@ class TensorOffload(FLComponent):
                     tag=_TAG + name, value=value, data_type=AnalyticsDataType.SCALAR, global_step=record.round
                 )
                 send_analytic_dxo(self, dxo, fl_ctx)
+
+
+def _size_of(value: object) -> PayloadSize:
+    """Return the size of all tensors in nested dictionaries, such as a task with a model and its control variates."""
+    nbytes = tensors = name_bytes = 0
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, (list, tuple)):
+            part = dict(enumerate(part))
+        for name, item in part.items() if isinstance(part, Mapping) else ():
+            if is_weight(item):
+                nbytes += item.nbytes
+                tensors += 1
+                name_bytes += len(str(name).encode())
+            else:
+                waiting.append(item)
+    return PayloadSize(nbytes, tensors, name_bytes)
 
 
 def _uses_external_trainer(fl_ctx: FLContext) -> bool:

@@ -107,7 +107,7 @@ class DiskConsumer(PayloadConsumer):
             if not isinstance(self._shards, AppendingShards):
                 self._shards = AppendingShards(self.backend, self.directory)
             for item in items:
-                for name, dtype, shape, data in self.backend.unpack_item(item, self._sender):
+                for name, dtype, shape, data in self.unpack(item):
                     self._shards.append(name, dtype, shape, data)
                     result[name] = self._shards.locations[name]
         return result

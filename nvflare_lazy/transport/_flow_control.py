@@ -9,12 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 DEFAULT_BYTES = 32 << 20
+_POLL_SECONDS = 0.2
 
 
 class InflightBudget:
@@ -64,6 +66,19 @@ class InflightBudget:
             self.used -= nbytes
             self._changed.notify_all()
 
+    @contextmanager
+    def hold(self, nbytes: int, check: Callable[[], None]) -> Iterator[None]:
+        """Keep bytes reserved while the block runs: other downloads take turns with it.
+
+        `check` is called while it waits for them, and raises to give up.
+        """
+        while not self.acquire(nbytes, holding=0, timeout=_POLL_SECONDS):
+            check()
+        try:
+            yield
+        finally:
+            self.release(nbytes)
+
     def _fits(self, nbytes: int) -> bool:
         # Something must always be able to move, even through a budget smaller than a segment.
         return self.used + nbytes <= self.limit or self.used == 0
@@ -74,7 +89,6 @@ class InflightBudget:
 _SLOW_SECONDS = 5.0
 # A receiver does not wait longer than this for a slot: a sender that does not answer for long looks lost.
 _MAX_WAIT_SECONDS = 2.0
-_POLL_SECONDS = 0.2
 
 
 class Slot:

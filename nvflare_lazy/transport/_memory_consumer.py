@@ -46,7 +46,7 @@ class MemoryConsumer(PayloadConsumer):
             raise TypeError(f"items must be a list, not a {type(items).__name__}")
         result = {} if result is None else result
         for item in items:
-            for name, dtype, shape, data in self.backend.unpack_item(item, self._sender):
+            for name, dtype, shape, data in self.unpack(item):
                 value, memory = self.backend.new(dtype, shape)
                 memory[:] = data
                 self._deliver(name, value, result)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,14 +17,17 @@ from nvflare_lazy.formats.safetensors.header import encode_header
 from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from nvflare_lazy.tensors.tensor_file import TensorFile
     from nvflare_lazy.transport._backends import ArrayBackend
     from nvflare_lazy.transport.segments.manifest import Manifest, ManifestItem
 
-# A header of this many names takes some six megabytes.
+# A header of this many names takes some six megabytes; one with long names gets fewer of them, since JSON may spell
+# each byte of a name with six characters.
 _MAX_NAMES_PER_FILE = 65_536
+_MAX_HEADER_BYTES = 16 << 20
 # Room for some seven hundred names; each further shard has four times as much, so that 20,000 need four shards.
 _FIRST_HEADER_ROOM = 64 << 10
 _MAX_HEADER_ROOM = 4 << 20
@@ -76,9 +78,8 @@ class PreallocatedShards:
         self._files: list[WritableFile] = []
         self._starts: list[int] = []  # where each file's data begins in the run of all bytes
         self._data_at: list[int] = []  # where it begins in the file
-        owners = manifest.stored()
         try:
-            while group := list(islice(owners, _MAX_NAMES_PER_FILE)):
+            for group in _groups(manifest.stored()):
                 self._add_file(group, directory)
         except BaseException:
             self.close()
@@ -153,7 +154,7 @@ class AppendingShards:
         with self._lock:
             if name in self.locations:
                 raise ProtocolError(f"the tensor {name!r} came twice; the sender has to send each once")
-            header_bytes = _HEADER_ENTRY_BYTES + 6 * len(name) + 20 * len(shape)
+            header_bytes = _header_bytes(name, shape)
             if self._shard is None or not self._shard.has_room(header_bytes):
                 if self._shard is not None:
                     self._received.update(self._shard.finish(self._backend))
@@ -208,6 +209,25 @@ class _OpenShard:
             name: backend.lazy(FileSource(file, at, nbytes), dtype, shape)
             for name, dtype, shape, at, nbytes in self._tensors
         }
+
+
+def _header_bytes(name: str, shape: tuple[int, ...]) -> int:
+    return _HEADER_ENTRY_BYTES + 6 * len(name) + 20 * len(shape)
+
+
+def _groups(items: Iterable[ManifestItem]) -> Iterator[list[ManifestItem]]:
+    """Split items into those of one file each."""
+    group: list[ManifestItem] = []
+    nbytes = 0
+    for item in items:
+        more = _header_bytes(item.name, item.shape)
+        if group and (len(group) == _MAX_NAMES_PER_FILE or nbytes + more > _MAX_HEADER_BYTES):
+            yield group
+            group, nbytes = [], 0
+        group.append(item)
+        nbytes += more
+    if group:
+        yield group
 
 
 def _in_format(backend: ArrayBackend, dtype: Any, shape: tuple[int, ...], nbytes: int) -> tuple[str, tuple[int, ...]]:

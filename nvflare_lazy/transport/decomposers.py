@@ -43,6 +43,7 @@ from nvflare_lazy.transport._placeholders import (
     location_of,
 )
 from nvflare_lazy.transport.failed import FailedPayload
+from nvflare_lazy.transport.limits import PayloadTally
 from nvflare_lazy.transport.receive import RemotePayload, receive
 from nvflare_lazy.transport.via_downloader import LazyDownloadRef
 
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from nvflare.fuel.utils.fobs.datum import DatumManager
 
 _TWO_MB = 2 * 1024 * 1024
+# In NVFlare's context of a message: what it has brought so far.
+_TALLY = "nvflare_lazy_tally"
 
 
 class LazyDecomposer(ViaDownloaderDecomposer):
@@ -226,10 +229,15 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         fobs_ctx: dict[str, Any] | None = None,
     ) -> tuple[str | None, Mapping[str, Any]]:
         """Download a payload; raises the reason if that fails."""
-        remote = RemotePayload(
-            offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal
+        mode = offload.runtime.mode_for(fobs_ctx)
+        # One for the tensors and arrays of a message, however many payloads they come from.
+        tally = (
+            PayloadTally(mode.limits) if fobs_ctx is None else fobs_ctx.setdefault(_TALLY, PayloadTally(mode.limits))
         )
-        scratch = offload.runtime.mode_for(fobs_ctx).scratch
+        remote = RemotePayload(
+            offload.runtime, cell, from_fqcn, ref_id, per_request_timeout, secure, optional, abort_signal, tally
+        )
+        scratch = mode.scratch
         if scratch is None:
             return None, receive(MemoryConsumer(self.backend), remote, progress_cb)
         consumer = DiskConsumer(self.backend, scratch.download(label=from_fqcn))

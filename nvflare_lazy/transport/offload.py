@@ -18,6 +18,7 @@ from nvflare.fuel.utils.fobs import FOBSContextKey
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.transport import _nvflare_private
 from nvflare_lazy.transport._flow_control import DEFAULT_BYTES, InflightBudget, WholeTensorThrottle
+from nvflare_lazy.transport.limits import PayloadLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,10 +61,12 @@ class ReceiveMode(NamedTuple):
     Attributes:
         scratch: Where payloads go; None keeps them in memory.
         inflight_bytes: Bytes of memory that all downloads together may use in flight.
+        limits: The most that one message may bring. Default: more than any model has.
     """
 
     scratch: JobScratch | DefaultScratch | None
     inflight_bytes: int
+    limits: PayloadLimits = PayloadLimits()
 
 
 class TransferRuntime:
@@ -117,6 +120,18 @@ class TransferRuntime:
             before, self._mode = self._mode, mode
             self.budget.resize(DEFAULT_BYTES if mode is None else mode.inflight_bytes)
             return before
+
+    @property
+    def limits(self) -> PayloadLimits:
+        """The most that one message may bring."""
+        mode = self._mode
+        return PayloadLimits() if mode is None else mode.limits
+
+    def limit_payloads(self, limits: PayloadLimits) -> None:
+        """Change the limits of the mode in use, such as when the model is known; running transfers keep theirs."""
+        with self._lock:
+            if self._mode is not None:
+                self._mode = self._mode._replace(limits=limits)
 
     def shared(self, kind: type[T]) -> T:
         """Return the one object of a class that the transfers of this process share; made on first use."""
@@ -180,12 +195,12 @@ def enable(scratch: JobScratch | None = None, *, inflight_bytes: int | None = No
         inflight_bytes: Bytes of memory that all downloads together may use in flight. Default: unchanged.
     """
     limit = runtime.budget.limit if inflight_bytes is None else inflight_bytes
-    runtime.use(ReceiveMode(scratch or runtime.scratch, limit))
+    runtime.use(ReceiveMode(scratch or runtime.scratch, limit, runtime.limits))
 
 
 def disable() -> None:
     """Keep everything that this process receives in memory, whatever NVFlare's flag says."""
-    runtime.use(ReceiveMode(None, runtime.budget.limit))
+    runtime.use(ReceiveMode(None, runtime.budget.limit, runtime.limits))
 
 
 def reset() -> None:

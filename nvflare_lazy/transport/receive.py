@@ -27,23 +27,25 @@ from nvflare_lazy.errors import (
 )
 from nvflare_lazy.transport import _nvflare_private, ways
 from nvflare_lazy.transport._flow_control import FIRST_ANSWER_BYTES
+from nvflare_lazy.transport.limits import PayloadLimits, PayloadSize, PayloadTally
 from nvflare_lazy.transport.nvflare_items.pull import pull_items
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from nvflare_lazy.transport._backends import ArrayBackend
     from nvflare_lazy.transport._flow_control import Slot
     from nvflare_lazy.transport._memory_consumer import Sink
     from nvflare_lazy.transport.offload import TransferRuntime
     from nvflare_lazy.transport.segments.manifest import Manifest
-    from nvflare_lazy.transport.ways import Way
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 5.0
+AS_ITEMS = "as whole tensors"
+_MAX_REPLIES_WITHOUT_ITEMS = 8
 # A server's or a client's job is "server.JOB" or "site.JOB"; a trainer is below its job.
 _PARTS_OF_A_JOB = 2
 
@@ -61,6 +63,7 @@ class RemotePayload:
         secure: Whether messages are encrypted end to end.
         optional: Whether NVFlare shall be quiet about messages that cannot be sent.
         abort: A signal to watch, or None.
+        tally: What the message of the payload has brought so far. Default: nothing, within the limits of this process.
     """
 
     runtime: TransferRuntime = field(repr=False)
@@ -71,12 +74,20 @@ class RemotePayload:
     secure: bool = False
     optional: bool = False
     abort: Any = None
+    tally: PayloadTally | None = None
 
     @property
     def passes_through_job(self) -> bool:
         """Whether one of the ends is a trainer's process, which only its client's job can be reached through."""
         ends = (self.from_fqcn, self.cell.core_cell.my_info.fqcn)
         return any(len(FQCN.split(end)) > _PARTS_OF_A_JOB for end in ends)
+
+    def raise_if_aborted(self) -> None:
+        """Raise TransferAbortedError if the signal was triggered."""
+        if self.abort is not None and self.abort.triggered:
+            reason = getattr(self.abort, "value", None)
+            why = f": {reason}" if isinstance(reason, str) and reason else ""
+            raise TransferAbortedError(f"the transfer from {self.from_fqcn} was cancelled{why}")
 
 
 class PayloadConsumer(Consumer):
@@ -90,6 +101,7 @@ class PayloadConsumer(Consumer):
         nbytes: How many bytes that was.
         way: How they were transferred, for the log.
         progress: Receives the progress, or None.
+        tally: What the message has brought so far, within its limits.
     """
 
     # The state of an offer that was taken is not the state that was offered.
@@ -104,8 +116,9 @@ class PayloadConsumer(Consumer):
         self.nbytes = 0
         self.way = ""
         self.progress: ProgressRelay | None = None
+        self.tally = PayloadTally(PayloadLimits())
         self._remote: RemotePayload | None = None
-        self._blocked: list[Way] = []
+        self._replies_without_items = 0
         self._sender = "the sender"
         self._cancel = _LinkedSignal()
         self._first_answer: Slot | None = None
@@ -127,6 +140,20 @@ class PayloadConsumer(Consumer):
     def discard(self) -> None:
         """Discard the part that has arrived: the rest will not."""
 
+    def unpack(self, item: Any) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
+        """Read name, dtype, shape and bytes of each value in an item in NVFlare's format, within the limits.
+
+        Raises:
+            ProtocolError: If the item is not what its header says, or is more than the message may bring.
+        """
+        is_empty = True
+        for name, dtype, shape, data in self.backend.unpack_item(item, self._sender):
+            is_empty = False
+            self.tally.add(self._sender, PayloadSize(len(data), 1, len(name.encode())))
+            yield name, dtype, shape, data
+        if is_empty:
+            raise ProtocolError(f"{self._sender} sent an item without a tensor")
+
     @property
     def remote(self) -> RemotePayload:
         """Where the payload is."""
@@ -141,6 +168,7 @@ class PayloadConsumer(Consumer):
         self._cancel = _LinkedSignal(parent=remote.abort)
         self._remote = replace(remote, abort=self._cancel)
         self._sender = remote.from_fqcn
+        self.tally = remote.tally or PayloadTally(remote.runtime.limits)
         self.progress = progress
         return self._remote
 
@@ -175,28 +203,37 @@ class PayloadConsumer(Consumer):
             self.failure = error
             raise
 
-    def _consume(self, state: dict[str, Any], data: Any) -> dict[str, Any]:
-        if not isinstance(data, list):
+    def _consume(self, state: Any, data: Any) -> dict[str, Any]:
+        if not isinstance(data, list) or not isinstance(state, dict):
             raise ProtocolError(
-                f"{self._sender} sent invalid data: expected a list of items, got {type(data).__name__}"
+                f"{self._sender} sent an invalid reply: expected a list of items and a state, "
+                f"got {type(data).__name__} and {type(state).__name__}"
             )
         if self._remote is None:
             self.result = self.consume_items(data, self.result)
             return state
+        if self.way not in ("", AS_ITEMS):
+            raise ProtocolError(f"{self._sender} continues after the payload that it offered was received")
         if not data:
+            self.expect_items()
             # An offer, and not a whole tensor.
             self._remote.runtime.senders_with_package.add(self._sender)
             self.release_slot()
-            for way in ways.WAYS:
-                offer = None if way in self._blocked else way.recognize(state)
+            for way in () if self.way else ways.WAYS:
+                offer = way.recognize(state)
                 if offer is not None:
                     following = way.receive(offer, self)
                     if following is not None:
                         self.way = way.description
                         return following
-                    self._blocked.append(way)
-        self.way = "as whole tensors"
+        self.way = AS_ITEMS
         return pull_items(state, data, self)
+
+    def expect_items(self) -> None:
+        """Count a reply without items: a sender with this package begins with one, and no sender with many."""
+        self._replies_without_items += 1
+        if self._replies_without_items > _MAX_REPLIES_WITHOUT_ITEMS:
+            raise ProtocolError(f"{self._sender} sent {self._replies_without_items} replies without an item")
 
     def download_completed(self, ref_id: str) -> None:
         """Complete the result."""

@@ -11,7 +11,8 @@ import torch
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
-from nvflare.apis.fl_constant import FLContextKey, ReservedKey, ReturnCode
+from nvflare.apis.fl_constant import FLContextKey, ProcessType, ReservedKey, ReturnCode
+from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
@@ -100,7 +101,50 @@ def test_without_scratch_there_is_no_job(fl_ctx, engine, tmp_path):
     assert str(tmp_path / "file") in reason
 
 
-@pytest.mark.parametrize("arguments", [{"scratch_quota": "much"}, {"memory_budget": "some"}])
+def send_task(component, fl_ctx, task, tensors, meta=None, process=ProcessType.SERVER_JOB):
+    """Tell the component that a task was sent; return the limits of results after it."""
+    peer = FLContext()
+    peer.set_prop(ReservedKey.IDENTITY_NAME, "site-1", private=False)
+    fl_ctx.set_peer_context(peer)
+    fl_ctx.set_prop(FLContextKey.PROCESS_TYPE, process)
+    fl_ctx.set_prop(FLContextKey.TASK_NAME, task)
+    data = DXO(DataKind.WEIGHTS, data=tensors, meta=meta or {}).to_shareable() if tensors else Shareable()
+    fl_ctx.set_prop(FLContextKey.TASK_DATA, data)
+    component.handle_event(EventType.AFTER_TASK_DATA_FILTER, fl_ctx)
+    return offload.runtime.limits
+
+
+def test_results_are_limited_by_the_model(fl_ctx, tmp_path):
+    """Twice the largest task or the global model, with state; none on a client, and none before a model is known."""
+    mib = 1 << 20
+    component = TensorOffload(str(tmp_path / "root"))
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    assert send_task(component, fl_ctx, "get_weights", {}).nbytes is None
+    model = {"w": torch.empty(40 * mib, dtype=torch.uint8)}
+    assert send_task(component, fl_ctx, "train", model, process=ProcessType.CLIENT_JOB).nbytes is None
+    assert send_task(component, fl_ctx, "train", model).nbytes == 80 * mib
+    controls = {"controls": {"w": torch.empty(50 * mib, dtype=torch.uint8)}}
+    assert send_task(component, fl_ctx, "train again", model, controls).nbytes == 180 * mib
+    give(fl_ctx, w=torch.empty(200 * mib, dtype=torch.uint8))
+    limits = send_task(component, fl_ctx, "submit_model", {})
+    assert (limits.nbytes, limits.tensors) == (400 * mib, 1004)
+    assert send_task(component, fl_ctx, "validate", model) is limits
+    component.handle_event(EventType.END_RUN, fl_ctx)
+    assert offload.runtime.limits.nbytes is None
+
+
+def test_a_configured_limit_of_results(fl_ctx, tmp_path):
+    """It holds from the beginning, and whatever the model is."""
+    component = TensorOffload(str(tmp_path / "root"), max_result_size="3MiB")
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    assert offload.runtime.limits.nbytes == 3 << 20
+    assert send_task(component, fl_ctx, "train", {"w": torch.zeros(1 << 20)}).nbytes == 3 << 20
+    component.handle_event(EventType.END_RUN, fl_ctx)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"scratch_quota": "much"}, {"memory_budget": "some"}, {"max_result_size": "plenty"}]
+)
 def test_what_is_wrong_in_a_configuration_is_said_at_once(arguments):
     """By the constructor, with the invalid text."""
     with pytest.raises(ValueError, match=next(iter(arguments.values()))):

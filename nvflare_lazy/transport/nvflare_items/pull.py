@@ -15,6 +15,7 @@ from nvflare.fuel.f3.cellnet.utils import new_cell_message
 from nvflare.fuel.f3.streaming.download_service import OBJ_DOWNLOADER_CHANNEL, OBJ_DOWNLOADER_TOPIC, ProduceRC
 from nvflare.fuel.f3.streaming.stream_utils import download_request_thread_pool
 
+from nvflare_lazy.errors import ProtocolError
 from nvflare_lazy.transport import _nvflare_private
 
 if TYPE_CHECKING:
@@ -35,10 +36,11 @@ def pull_items(state: dict[str, Any], items: list[Any], download: PayloadConsume
     ahead = Prefetch(remote)
     try:
         while True:
+            nbytes = _nbytes(items, remote.from_fqcn)
             # The next items are about as large as these; only their arrival would tell.
-            ahead.prefetch_if_possible(state, sum(map(len, items)))
+            ahead.prefetch_if_possible(state, nbytes)
             download.result = download.consume_items(items, download.result)
-            download.nbytes += sum(map(len, items))
+            download.nbytes += nbytes
             if download.progress is not None:
                 download.progress.bytes_received(download.nbytes)
             # Emptied, not just dereferenced: NVFlare's loop keeps the first list until the download is over.
@@ -49,8 +51,17 @@ def pull_items(state: dict[str, Any], items: list[Any], download: PayloadConsume
             if answer is None or remote.abort.triggered:
                 return state
             state, items = answer
+            if not items:
+                download.expect_items()
     finally:
         ahead.release()
+
+
+def _nbytes(items: list[Any], sender: str) -> int:
+    for item in items:
+        if not isinstance(item, (bytes, bytearray, memoryview)):
+            raise ProtocolError(f"{sender} sent an invalid item: expected bytes, got {type(item).__name__}")
+    return sum(map(len, items))
 
 
 class Prefetch:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
 from nvflare.fuel.f3.message import Message
 
-from nvflare_lazy.errors import PeerLostError, ProtocolError, SegmentTimeoutError, TransferAbortedError
+from nvflare_lazy.errors import PeerLostError, ProtocolError, SegmentTimeoutError
 from nvflare_lazy.transport.segments import protocol
 
 if TYPE_CHECKING:
@@ -158,10 +158,7 @@ class SegmentDownload:
         if self._failure is not None:
             # From one of NVFlare's threads; raised here with its original trace.
             raise self._failure
-        if remote.abort is not None and remote.abort.triggered:
-            reason = getattr(remote.abort, "value", None)
-            why = f": {reason}" if isinstance(reason, str) and reason else ""
-            raise TransferAbortedError(f"the transfer from {remote.from_fqcn} was cancelled{why}")
+        remote.raise_if_aborted()
         silent = time.monotonic() - self._news
         if self._first_news is not None and not self._done and silent > self._first_news:
             raise SegmentTimeoutError(f"{remote.from_fqcn} did not answer a request for a segment in {silent:.0f} s")

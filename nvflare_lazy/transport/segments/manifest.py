@@ -13,16 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import ProtocolError
+from nvflare_lazy.transport.limits import PayloadLimits, PayloadSize
 
 if TYPE_CHECKING:
     from nvflare_lazy.transport._backends import ArrayBackend
 
 VERSION = 1
-# More tensors than any model has. Each takes memory here before its first byte arrives.
-MAX_ITEMS = 500_000
-MAX_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 _MAX_NAME_BYTES = 4096
+# Bytes of a record without its name, some of which are those of structured NumPy types.
+_USUAL_RECORD_BYTES = 128
+_EXTRA_BYTES = 64 << 10
+# Memory that decoding and the headers of the files take, measured: up to 300 bytes for an item, 400 for its entry in a
+# header, and six times the name if JSON escapes all of it.
+_ITEM_COST = 1000
+_BYTE_COST = 8
+_READ_BYTES = 64 << 10
 _MAX_AXES = 64
 _MAX_TOTAL_BYTES = 1 << 62
 
@@ -54,6 +62,15 @@ class Manifest:
 
     items: tuple[ManifestItem, ...]
     nbytes: int
+
+    @property
+    def size(self) -> PayloadSize:
+        """What its tensors take; tied ones count each, as they do in a model."""
+        return PayloadSize(
+            sum(item.nbytes for item in self.items),
+            len(self.items),
+            sum(len(item.name.encode()) for item in self.items),
+        )
 
     def by_name(self) -> Mapping[str, ManifestItem]:
         """Return the items by name."""
@@ -96,18 +113,31 @@ def encode(manifest: Manifest, backend: ArrayBackend) -> bytes:
     return encoded
 
 
-def decode(data: bytes | bytearray | memoryview, backend: ArrayBackend, sender: str) -> Manifest:
+def max_encoded_bytes(limits: PayloadLimits) -> int:
+    """Return the most bytes that a list of tensors within these limits may have."""
+    return min(limits.name_bytes + limits.tensors * _USUAL_RECORD_BYTES + _EXTRA_BYTES, _MAX_BYTES)
+
+
+def decoding_cost(items: int, encoded_bytes: int) -> int:
+    """Return the bytes of memory that decoding a list takes for a moment, and writing the headers of its files."""
+    return items * _ITEM_COST + encoded_bytes * _BYTE_COST
+
+
+def decode(
+    data: bytes | bytearray | memoryview, backend: ArrayBackend, sender: str, limits: PayloadLimits | None = None
+) -> Manifest:
     """Read a manifest from the wire.
 
     Raises:
-        ProtocolError: If it cannot be true.
+        ProtocolError: If it cannot be true, or is more than the limits.
     """
     try:
-        return _Decoder(data, backend).manifest()
+        return _Decoder(data, backend, limits or PayloadLimits()).manifest()
     except ProtocolError as error:
         raise ProtocolError(f"invalid list of tensors from {sender}: {error}") from None
-    except (ValueError, TypeError, msgpack.exceptions.UnpackException, UnicodeDecodeError) as error:
-        raise ProtocolError(f"damaged list of tensors from {sender}: {error}") from None
+    except Exception as error:
+        # Untrusted input: whatever it made the decoder stumble over.
+        raise ProtocolError(f"damaged list of tensors from {sender}: {type(error).__name__}: {error}") from None
 
 
 def default_name(index: int) -> str:
@@ -116,10 +146,14 @@ def default_name(index: int) -> str:
 
 
 class _Decoder:
-    def __init__(self, data: bytes | bytearray | memoryview, backend: ArrayBackend) -> None:
+    def __init__(self, data: bytes | bytearray | memoryview, backend: ArrayBackend, limits: PayloadLimits) -> None:
         self._backend = backend
+        self._limits = limits
+        # Reads a little at a time: fed with all of it, it would make a copy.
         self._unpacker = msgpack.Unpacker(
-            max_buffer_size=max(len(data), 1),
+            _Reader(data),
+            read_size=_READ_BYTES,
+            max_buffer_size=_MAX_BYTES,
             max_array_len=max(_MAX_AXES, 64),
             max_map_len=0,
             max_str_len=_MAX_NAME_BYTES,
@@ -127,29 +161,31 @@ class _Decoder:
             max_ext_len=0,
             use_list=False,
         )
-        self._unpacker.feed(data)
         self._first: dict[int, int] = {}
+        self._name_bytes = 0
 
     def manifest(self) -> Manifest:
         version, backend, count, total = self._next(4)
-        if version != VERSION or backend != self._backend.name:
-            raise ProtocolError(f"version {version!r} of a list of {backend!r} where {self._backend.name} was due")
-        if not _is_count(count) or count > MAX_ITEMS:
-            raise ProtocolError(f"{count!r} tensors, and at most {MAX_ITEMS} are taken")
+        if type(version) is not int or version != VERSION or backend != self._backend.name:
+            raise ProtocolError(
+                f"version {quoted(version)} of a list of {quoted(backend)} where {self._backend.name} was due"
+            )
+        if not _is_count(count) or count > self._limits.tensors:
+            raise ProtocolError(f"{quoted(count)} tensors, more than the limit of {self._limits.tensors}")
         items: list[ManifestItem] = []
         names: set[str] = set()
         end = 0
         for index in range(count):
             item = self._item(index, end)
             if item.name in names:
-                raise ProtocolError(f"two tensors are called {item.name!r}")
+                raise ProtocolError(f"two tensors are called {quoted(item.name)}")
             names.add(item.name)
             items.append(item)
             end = max(end, item.offset + item.nbytes)
         if next(iter(self._unpacker), None) is not None:
             raise ProtocolError(f"it goes on after the {count} tensors that it counts")
-        if end != total:
-            raise ProtocolError(f"the tensors have {end} bytes, and {total!r} were announced")
+        if not _is_count(total) or end != total:
+            raise ProtocolError(f"the tensors have {end} bytes, and {quoted(total)} were announced")
         return Manifest(tuple(items), end)
 
     def _next(self, length: int) -> tuple[Any, ...]:
@@ -165,24 +201,41 @@ class _Decoder:
         name, encoded, shape, alias = self._next(4)
         name = default_name(index) if name is None else name
         if not isinstance(name, str) or not name or name == "__metadata__":
-            raise ProtocolError(f"{name!r} cannot be the name of a tensor")
+            raise ProtocolError(f"{quoted(name)} cannot be the name of a tensor")
+        self._name_bytes += len(name.encode())
+        if self._name_bytes > self._limits.name_bytes:
+            raise ProtocolError(f"its names have more bytes than the limit of {self._limits.name_bytes}")
         if not isinstance(shape, tuple) or len(shape) > _MAX_AXES or not all(_is_count(size) for size in shape):
-            raise ProtocolError(f"{name} has the shape {str(shape)[:80]}")
+            raise ProtocolError(f"{quoted(name)} has the shape {quoted(shape)}")
         dtype = self._backend.decode_dtype(encoded)
         if dtype is None:
-            raise ProtocolError(f"{name} is of the unknown type {str(encoded)[:80]!r}")
+            raise ProtocolError(f"{quoted(name)} is of the unknown type {quoted(encoded)}")
         nbytes = self._backend.nbytes(dtype, shape)
         # An axis without elements hides none of the others: their strides would not fit into 63 bits.
         if end + self._backend.nbytes(dtype, tuple(max(size, 1) for size in shape)) > _MAX_TOTAL_BYTES:
-            raise ProtocolError(f"{name} is too large, with the shape {str(shape)[:80]}")
+            raise ProtocolError(f"{quoted(name)} is too large, with the shape {quoted(shape)}")
         if alias is None:
             if nbytes:
                 self._first[end] = nbytes
             return ManifestItem(name, dtype, shape, nbytes, end, False)
-        if self._first.get(alias) != nbytes:
-            raise ProtocolError(f"{name} shares the bytes of a tensor that is not there, at {alias!r}")
+        if type(alias) is not int or self._first.get(alias) != nbytes:
+            raise ProtocolError(f"{quoted(name)} shares the bytes of a tensor that is not there, at {quoted(alias)}")
         return ManifestItem(name, dtype, shape, nbytes, alias, True)
 
 
+class _Reader:
+    """The file that an `Unpacker` reads from."""
+
+    def __init__(self, data: bytes | bytearray | memoryview) -> None:
+        self._data = memoryview(data)
+        self._at = 0
+
+    def read(self, count: int) -> bytes:
+        """Return the next bytes."""
+        piece = bytes(self._data[self._at : self._at + count])
+        self._at += len(piece)
+        return piece
+
+
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_TOTAL_BYTES
+    return type(value) is int and 0 <= value < _MAX_TOTAL_BYTES

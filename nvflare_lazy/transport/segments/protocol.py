@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvflare.fuel.f3.streaming.download_service import OBJ_DOWNLOADER_CHANNEL
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import ProtocolError
 
 if TYPE_CHECKING:
@@ -52,11 +53,14 @@ class Offer:
     @classmethod
     def from_state(cls, state: object) -> Offer | None:
         """Read an offer; None if there is none that this release understands."""
-        if not isinstance(state, dict) or state.get("v") != VERSION:
+        if not isinstance(state, dict):
+            return None
+        version = state.get("v")
+        if type(version) is not int or version != VERSION:
             return None
         items, nbytes, manifest = (_count(state.get(key)) for key in ("items", "nbytes", "manifest"))
         if items is None or nbytes is None or manifest is None:
-            raise ProtocolError(f"invalid offer: {str(state)[:200]}")
+            raise ProtocolError(f"invalid offer: {quoted(state)}")
         return cls(items, nbytes, manifest)
 
 
@@ -97,7 +101,7 @@ class Request:
             or count > MAX_REQUEST_BYTES
             or not (item is None or isinstance(item, str))
         ):
-            raise ProtocolError(f"invalid request: {str(fields)[:200]}")
+            raise ProtocolError(f"invalid request: {quoted(fields)}")
         return cls(transfer, ref_id, what, start, count, item)
 
 
@@ -118,10 +122,14 @@ class Data:
     def from_message(cls, message: Message) -> Data | None:
         """Read the fields of data; None if they are none."""
         fields = message.get_header(KEY)
-        if not isinstance(fields, dict) or not isinstance(fields.get("to"), str) or type(fields.get("at")) is not int:
+        if not isinstance(fields, dict):
             return None
-        error = fields.get("error")
-        return cls(fields["to"], fields["at"], None if error is None else str(error)[:1000])
+        transfer, start, error = _text(fields.get("to")), _count(fields.get("at")), fields.get("error")
+        if transfer is None or start is None:
+            return None
+        return cls(
+            transfer, start, error[:1000] if isinstance(error, str) else None if error is None else quoted(error)
+        )
 
 
 def _count(value: object) -> int | None:

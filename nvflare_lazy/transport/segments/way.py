@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy.errors import ProtocolError, SegmentTimeoutError
 from nvflare_lazy.transport import _nvflare_private
+from nvflare_lazy.transport.limits import PayloadSize
 from nvflare_lazy.transport.segments import manifest as manifests
 from nvflare_lazy.transport.segments import protocol
 from nvflare_lazy.transport.segments.client import FIRST_NEWS_SECONDS, SegmentDownload
@@ -58,11 +59,13 @@ class Segments:
 
 
 def _fetch(offer: protocol.Offer, download: PayloadConsumer) -> None:
-    remote = download.remote
-    if offer.items > manifests.MAX_ITEMS or offer.manifest_nbytes > manifests.MAX_BYTES:
+    remote, tally = download.remote, download.tally
+    tally.check(remote.from_fqcn, PayloadSize(offer.nbytes, offer.items))
+    room = manifests.max_encoded_bytes(tally.limits)
+    if offer.manifest_nbytes > room:
         raise ProtocolError(
-            f"{remote.from_fqcn} offers {offer.items} tensors in a list of {offer.manifest_nbytes} bytes; "
-            f"at most {manifests.MAX_ITEMS} in {manifests.MAX_BYTES} are taken"
+            f"{remote.from_fqcn} offers {offer.items} tensors in a list of {offer.manifest_nbytes} bytes, "
+            f"more than the limit of {room}"
         )
     listed = memoryview(bytearray(offer.manifest_nbytes))
 
@@ -70,13 +73,18 @@ def _fetch(offer: protocol.Offer, download: PayloadConsumer) -> None:
         listed[offset : offset + len(data)] = data
 
     SegmentDownload(remote, protocol.MANIFEST, offer.manifest_nbytes, write, first_news=FIRST_NEWS_SECONDS).run()
-    manifest = manifests.decode(listed, download.backend, remote.from_fqcn)
-    if len(manifest.items) != offer.items or manifest.nbytes != offer.nbytes:
-        raise ProtocolError(
-            f"{remote.from_fqcn} offers {offer.items} tensors of {offer.nbytes} bytes, but lists "
-            f"{len(manifest.items)} of {manifest.nbytes}"
-        )
-    sink = download.open_sink(manifest)
+    # What decoding takes for a moment counts as in flight, so that several long lists take turns.
+    with remote.runtime.budget.hold(
+        manifests.decoding_cost(offer.items, offer.manifest_nbytes), remote.raise_if_aborted
+    ):
+        manifest = manifests.decode(listed, download.backend, remote.from_fqcn, tally.limits)
+        if len(manifest.items) != offer.items or manifest.nbytes != offer.nbytes:
+            raise ProtocolError(
+                f"{remote.from_fqcn} offers {offer.items} tensors of {offer.nbytes} bytes, but lists "
+                f"{len(manifest.items)} of {manifest.nbytes}"
+            )
+        tally.add(remote.from_fqcn, manifest.size)
+        sink = download.open_sink(manifest)
     progress = None if download.progress is None else download.progress.bytes_received
     SegmentDownload(remote, protocol.DATA, manifest.nbytes, sink.write, progress=progress).run()
     download.nbytes = manifest.nbytes
