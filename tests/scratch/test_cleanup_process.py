@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nvflare_lazy.scratch import JobScratch, _cleanup_process, list_scratch, reclaim
-from tests.scratch.conftest import names
+from tests.scratch.conftest import names, wait_until_empty
 
 # Two jobs, with a recycled file, a file that is complete and one in the middle of a download.
 OWNER = """
@@ -65,13 +65,6 @@ if child == 0:
 os.waitpid(child, 0)
 """
 )
-
-
-def wait_until_empty(root: Path) -> None:
-    deadline = time.monotonic() + 120
-    while names(root) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert names(root) == []
 
 
 def cleanup_processes(tag: Path) -> list[int]:
