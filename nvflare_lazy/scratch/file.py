@@ -92,6 +92,26 @@ class ScratchFile:
                 on_disk, self._pending = self._pending, 0
             self._directory.reservation.record_written(on_disk)
 
+    def release_tail(self, end: int) -> None:
+        """Release quota and disk space beyond an offset, or beyond the last byte written; later writes reserve theirs.
+
+        No other thread may write meanwhile.
+        """
+        with self._directory.writing(self._file), self._lock:
+            end = max(end, self._end)
+            unused = self._reserved - end
+            if unused <= 0:
+                return
+            try:
+                if os.fstat(self._file.fd).st_size > end:
+                    os.ftruncate(self._file.fd, end)
+            except OSError as error:
+                raise to_scratch_error(error, "shorten", self.path) from error
+            pending = min(self._pending, unused)
+            self._reserved = end
+            self._pending -= pending
+            self._directory.reservation.release_unused(unused, pending)
+
     def finish(self) -> TensorFile:
         """Close the file and return it open for reading; it owns the download's directory.
 

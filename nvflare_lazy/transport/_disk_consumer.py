@@ -59,6 +59,9 @@ class UnmanagedFile:
         """Give the file its length."""
         os.truncate(self._fd, nbytes)
 
+    def release_tail(self, end: int) -> None:
+        """Do nothing: holes take no space."""
+
     def finish(self) -> TensorFile:
         """Close the file and return it open for reading."""
         self.close()

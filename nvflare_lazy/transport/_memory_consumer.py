@@ -87,6 +87,9 @@ class Sink(Protocol):
     def write(self, offset: int, data: memoryview) -> None:
         """Take bytes of the run of all bytes."""
 
+    def release_rest(self, offset: int) -> None:
+        """Release what is reserved for bytes at or after an offset; none of them has arrived, but they may later."""
+
 
 class MemorySink:
     """Assembles ordinary tensors: each is allocated when its first bytes arrive, and nothing is concatenated.
@@ -134,6 +137,9 @@ class MemorySink:
             memory[:] = made.memory
             self._deliver(tied.name, value)
         self._deliver(item.name, made.value)
+
+    def release_rest(self, offset: int) -> None:
+        """Do nothing: a tensor takes memory when its first bytes arrive."""
 
     def finish(self) -> None:
         """Deliver the tensors without bytes."""

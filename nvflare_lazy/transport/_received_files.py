@@ -47,6 +47,9 @@ class WritableFile(Protocol):
     def preallocate(self, nbytes: int) -> None:
         """Reserve space for a file of `nbytes` bytes."""
 
+    def release_tail(self, end: int) -> None:
+        """Release the space beyond an offset, where nothing was written; later writes reserve theirs."""
+
     def finish(self) -> TensorFile:
         """Close the file and return it open for reading."""
 
@@ -107,6 +110,11 @@ class PreallocatedShards:
             if part:
                 self._files[index].pwrite(part, self._data_at[index] + offset - self._starts[index])
             data, offset, index = data[len(part) :], offset + len(part), index + 1
+
+    def release_rest(self, offset: int) -> None:
+        """Release the space for bytes at or after an offset; see `Sink`."""
+        for file, start, data_at in zip(self._files, self._starts, self._data_at, strict=True):
+            file.release_tail(data_at + max(0, offset - start))
 
     def finish(self) -> dict[str, Any]:
         """Complete the files and return the lazy values by name."""

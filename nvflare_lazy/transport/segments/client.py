@@ -44,9 +44,18 @@ _STALL_SECONDS = 3.0
 # After this time it is asked for again, and then less and less often: on a slow line it is still coming, and asking
 # would only make the line slower.
 _RETRY_SECONDS = 30.0
-_MAX_RETRY_SECONDS = 240.0
-# A sender that cannot be reached at all is given up sooner than one that is silent.
-_UNREACHABLE_SECONDS = 30.0
+_MAX_RETRY_SECONDS = 120.0
+# A sender to which requests cannot even be sent is given up sooner than a silent one. NVFlare restores a lost
+# connection, and tries that every 10 s at least.
+_UNREACHABLE_SECONDS = 120.0
+_RESEND_SECONDS = 1.0
+# The most that counts of the time between two looks at the clock. A longer time is a pause of this process, not silence
+# of the sender: the answers may wait in the socket.
+_MAX_TICK_SECONDS = 1.0
+# A download that receives less than this in this time keeps no disk space for the rest: a sender that offers a large
+# payload and then stalls would take the space from the others.
+_MIN_PROGRESS_BYTES = 8 << 20
+_PROGRESS_SECONDS = 30.0
 
 
 class Inbox:
@@ -81,6 +90,20 @@ class Inbox:
             download.on_data(message.get_header(MessageHeaderKey.ORIGIN), data, message.payload)
 
 
+class RunningClock:
+    """Seconds that this process has been running, as one thread sees them: pauses of the process do not count."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._last = time.monotonic()
+
+    def tick(self, most: float = _MAX_TICK_SECONDS) -> float:
+        """Count the time since the last tick, up to a maximum; return the sum."""
+        last, self._last = self._last, time.monotonic()
+        self.now += min(self._last - last, most)
+        return self.now
+
+
 class SegmentDownload:
     """Downloads a range of bytes in segments.
 
@@ -93,6 +116,8 @@ class SegmentDownload:
         start: Offset of the first byte in the item or payload.
         progress: Called regularly with the number of bytes received.
         first_news: Seconds to wait for the first bytes of all.
+        on_slow: Called at most once, while nothing is written: no byte at or after this offset has arrived, and the
+            rest arrives slowly.
     """
 
     def __init__(
@@ -106,6 +131,7 @@ class SegmentDownload:
         start: int = 0,
         progress: Callable[[int], None] | None = None,
         first_news: float | None = None,
+        on_slow: Callable[[int], None] | None = None,
     ) -> None:
         self.remote = remote
         self._budget = remote.runtime.budget
@@ -116,6 +142,7 @@ class SegmentDownload:
         self._write = write
         self._progress = progress
         self._first_news = first_news
+        self._on_slow = on_slow
         through = remote.passes_through_job
         self._window = _WINDOW_THROUGH_JOB_BYTES if through else WINDOW_BYTES
         self._segment = _SEGMENT_THROUGH_JOB_BYTES if through else protocol.SEGMENT_BYTES
@@ -130,13 +157,17 @@ class SegmentDownload:
         self._failure: BaseException | None = None
         self._closed = False
         self._number = ""
-        self._news = time.monotonic()
-        self._reached = self._news
+        self._clock = RunningClock()
+        self._news = self._asked = 0.0  # times of that clock, like all of these
+        self._unreachable_since: float | None = None
+        self._resend_at = 0.0
+        self._waits_for_budget = False
         self._retry_after = _RETRY_SECONDS
-        self._asked = self._news
+        self._end = 0  # of the bytes that have arrived
+        self._progress_since = 0.0, 0  # a time, and the bytes that were done then
 
     def run(self) -> None:
-        """SegmentDownload everything, or raise why that cannot be."""
+        """Download everything, or raise why that cannot be."""
         if not self._nbytes:
             return
         self._number = self.remote.runtime.shared(Inbox).open(self)
@@ -159,7 +190,8 @@ class SegmentDownload:
             # From one of NVFlare's threads; raised here with its original trace.
             raise self._failure
         remote.raise_if_aborted()
-        silent = time.monotonic() - self._news
+        now = self._clock.tick()
+        silent = now - self._news
         if self._first_news is not None and not self._done and silent > self._first_news:
             raise SegmentTimeoutError(f"{remote.from_fqcn} did not answer a request for a segment in {silent:.0f} s")
         if silent > remote.timeout:
@@ -167,14 +199,15 @@ class SegmentDownload:
                 f"{remote.from_fqcn} has sent nothing for {silent:.0f} s, "
                 f"with {self._done} of {self._nbytes} bytes here"
             )
-        unreachable = time.monotonic() - max(self._reached, self._news)
-        if unreachable > min(_UNREACHABLE_SECONDS, remote.timeout):
+        since = self._unreachable_since
+        if since is not None and now - since > min(_UNREACHABLE_SECONDS, remote.timeout):
             raise PeerLostError(
                 f"there is no way to {remote.from_fqcn} any more, with {self._done} of {self._nbytes} bytes here"
             )
 
     def _request_more(self) -> None:
-        while True:
+        self._waits_for_budget = False
+        while self._clock.now >= self._resend_at:
             with self._changed:
                 offset = self._lost[0] if self._lost else self._next
                 if offset >= self._nbytes or self._failure is not None:
@@ -184,7 +217,8 @@ class SegmentDownload:
                 if here and here + count > self._window:
                     return
                 holding = self._held
-            if not self._budget.acquire(_COPIES * count, holding=holding, timeout=_POLL_SECONDS):
+            self._waits_for_budget = not self._budget.acquire(_COPIES * count, holding=holding, timeout=_POLL_SECONDS)
+            if self._waits_for_budget:
                 return
             with self._changed:
                 self._held += _COPIES * count
@@ -198,6 +232,7 @@ class SegmentDownload:
     def _request(self, offset: int, count: int) -> None:
         remote = self.remote
         request = protocol.Request(self._number, remote.ref_id, self._what, self._start + offset, count, self._item)
+        self._clock.tick()
         errors = remote.cell.core_cell.fire_and_forget(
             protocol.CHANNEL,
             protocol.REQUEST_TOPIC,
@@ -206,23 +241,33 @@ class SegmentDownload:
             secure=remote.secure,
             optional=remote.optional,
         )
-        if not errors.get(remote.from_fqcn):
-            self._reached = time.monotonic()
+        now = self._clock.tick(float("inf"))
+        with self._changed:
+            if not errors.get(remote.from_fqcn):
+                self._unreachable_since = None
+            elif offset in self._in_flight:
+                self._requeue([offset])
+                self._resend_at = now + _RESEND_SECONDS
+                if self._unreachable_since is None:
+                    self._unreachable_since = now
 
     def _wait(self) -> None:
         with self._changed:
             if self._failure is None and (self._done < self._nbytes or self._writing):
                 self._changed.wait(_POLL_SECONDS)
-            now = time.monotonic()
+            now = self._clock.tick()
             if self._in_flight and not self._writing:
                 silent = now - max(self._news, self._asked)
                 if silent > _STALL_SECONDS:
                     self._refund_budget()
                 if silent > self._retry_after:
-                    self._retry(now)
-            elif not self._lost and not self._in_flight:
-                # Waiting for the budget, and not for the sender.
+                    self._requeue(list(self._in_flight))
+                    self._asked = now
+                    self._retry_after = min(2 * self._retry_after, _MAX_RETRY_SECONDS)
+            elif self._waits_for_budget and not self._in_flight:
+                # Not for the sender.
                 self._news = max(self._news, now)
+            self._watch_progress(now)
             done = self._done
         if self._progress is not None:
             self._progress(done)
@@ -232,12 +277,23 @@ class SegmentDownload:
         self._budget.release(self._held)
         self._held = 0
 
-    def _retry(self, now: float) -> None:
-        self._lost.extend(self._in_flight)
-        self._in_flight.clear()
-        self._uncounted.clear()
-        self._asked = now
-        self._retry_after = min(2 * self._retry_after, _MAX_RETRY_SECONDS)
+    def _requeue(self, offsets: list[int]) -> None:
+        """Request these segments again later: they no longer count as in flight."""
+        for offset in offsets:
+            count = self._in_flight.pop(offset)
+            if offset not in self._uncounted:
+                self._held -= _COPIES * count
+                self._budget.release(_COPIES * count)
+        self._uncounted.difference_update(offsets)
+        self._lost.extend(offsets)
+
+    def _watch_progress(self, now: float) -> None:
+        since, done = self._progress_since
+        if self._done >= done + _MIN_PROGRESS_BYTES or self._waits_for_budget:
+            self._progress_since = now, self._done
+        elif now - since > _PROGRESS_SECONDS and not self._writing and self._on_slow is not None:
+            on_slow, self._on_slow = self._on_slow, None
+            on_slow(self._end)
 
     def on_data(self, origin: str, data: protocol.Data, payload: Any) -> None:
         """Write received bytes; called by NVFlare's threads."""
@@ -253,13 +309,17 @@ class SegmentDownload:
             count = self._in_flight.get(offset)
             if count is None:
                 return
+            if payload is not None and not isinstance(payload, (bytes, bytearray, memoryview)):
+                self._fail(ProtocolError(f"{origin} sent a {type(payload).__name__}, but bytes were requested"))
+                return
             piece = memoryview(b"" if payload is None else payload).cast("B")
             if len(piece) != count:
                 self._fail(ProtocolError(f"{origin} sent {len(piece)} bytes, but {count} were requested"))
                 return
             del self._in_flight[offset]
             self._writing += count
-            self._news = time.monotonic()
+            self._news = self._clock.now
+            self._unreachable_since = None
             paid = 0 if offset in self._uncounted else _COPIES * count
             self._uncounted.discard(offset)
         failure: BaseException | None = None
@@ -271,7 +331,8 @@ class SegmentDownload:
             self._writing -= count
             self._held -= paid
             self._done += count
-            self._news = time.monotonic()
+            self._end = max(self._end, offset + count)
+            self._news = self._clock.now
             self._budget.release(paid)
             if failure is not None:
                 self._fail(failure)
