@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import OptimizerStateError
 from nvflare_lazy.formats import open as open_checkpoint
 from nvflare_lazy.formats.atomic_file import AtomicFile, sync_directory
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 _INDEX = "states.json"
 _PREFIX = "state-"
+_STATE_FILE = re.compile(rf"{_PREFIX}\d{{6,}}-[0-9a-f]{{8}}\.safetensors")
 _SAMPLED_BYTES = 1 << 20
 _MIN_SAMPLE = 64
 
@@ -154,10 +157,10 @@ class OptimizerStates:
         try:
             with open(path, encoding="utf-8") as file:
                 index: dict[str, Any] = json.load(file)
-            states = [_Entry(**state) for state in index["states"]]
+            states = [_entry(state) for state in index["states"]]
         except FileNotFoundError:
             return []
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise OptimizerStateError(
                 f"{path} is damaged ({error}); remove {self.directory} to start with a new state"
             ) from None
@@ -167,3 +170,12 @@ class OptimizerStates:
                 "separate directory for each optimizer"
             )
         return states
+
+
+def _entry(state: Any) -> _Entry:
+    """Return an entry of the index, or raise ValueError, KeyError or TypeError if it is not as `record` writes it."""
+    entry = _Entry(state["step"], state["model"], state["file"])
+    has_types = type(entry.step) is int and entry.step >= 0 and type(entry.model) is str
+    if not has_types or not (entry.file is None or _STATE_FILE.fullmatch(entry.file)):
+        raise ValueError(f"the state {quoted(state)}")
+    return entry

@@ -14,14 +14,17 @@ import logging
 import os
 import re
 import secrets
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import JobCheckpointError
 from nvflare_lazy.formats.atomic_file import AtomicFile, sync_directory
 from nvflare_lazy.formats.save_checkpoint import save
+from nvflare_lazy.scratch import DirectoryLease
 from nvflare_lazy.tensors.entry import file_holding
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
@@ -30,6 +33,8 @@ logger = logging.getLogger(__name__)
 RECORD_NAME = "checkpoint.json"
 _FORMAT = 1
 _ROUNDS = "rounds"
+_MAX_ROUND = 1 << 53
+_MAX_RECORD_BYTES = 64 << 20
 _ROUND_FILE = re.compile(r"round-(\d{5,})\.safetensors")
 
 
@@ -58,9 +63,23 @@ class CheckpointStore:
         self.incoming = directory / ".incoming"
         self._rounds = directory / _ROUNDS
         self._keep_rounds = keep_rounds
+        self._lease: DirectoryLease | None = None
         for path in (directory, self._rounds):
             path.mkdir(parents=True, exist_ok=True)
         self.incoming.mkdir(mode=0o700, exist_ok=True)
+
+    def lease(self, job: str) -> None:
+        """Lease the directory for a job, until `release()`.
+
+        Raises:
+            JobCheckpointError: Another job uses it.
+        """
+        self._lease = DirectoryLease(self.directory, job)
+
+    def release(self) -> None:
+        """Release the lease."""
+        if self._lease is not None:
+            self._lease.release()
 
     def clear_incoming(self) -> None:
         """Remove what a killed process was about to hand over. Only for the one process that owns the store."""
@@ -75,8 +94,7 @@ class CheckpointStore:
 
         If one file below this store holds exactly these tensors, it is not copied.
         """
-        number = 0 if round_number is None else round_number
-        path = self._rounds / f"round-{number:05d}.safetensors"
+        path = self._rounds / _file_name(round_number)
         self._put(weights, path)
         if not _add_name(path, self.model_path):
             save(weights, self.model_path)
@@ -97,22 +115,40 @@ class CheckpointStore:
         """
         path = self.directory / RECORD_NAME
         try:
-            record = json.loads(path.read_text())
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_RECORD_BYTES:
+                raise ValueError(f"not a regular file of at most {_MAX_RECORD_BYTES} bytes")
+            record = json.loads(path.read_text("utf-8"))
         except FileNotFoundError:
             return None
-        except ValueError as error:
-            raise JobCheckpointError(
-                f"{path} is not JSON ({error}); remove it to start over, or restore it from a backup"
-            ) from None
-        if not isinstance(record, dict) or record.get("format") != _FORMAT:
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(f"is not JSON ({error})") from None
+        if not isinstance(record, dict) or type(record.get("format")) is not int:
+            raise self._damaged("is not a record of a round")
+        if record["format"] != _FORMAT:
             raise JobCheckpointError(
                 f"{path} was written by another version of nvflare-lazy; use that version, or start with an empty "
                 "checkpoint_dir"
             )
-        name = record["file"]
-        if _ROUND_FILE.fullmatch(name) is None:
-            raise JobCheckpointError(f"{path} names {name!r}, which is not a file of this store")
-        return Checkpoint(record["round"], self._rounds / name, record.get("meta", {}))
+        number, name, meta = record.get("round"), record.get("file"), record.get("meta", {})
+        if not (number is None or (type(number) is int and 0 <= number <= _MAX_ROUND)):
+            raise self._damaged(f"has the round {quoted(number)}")
+        if name != _file_name(number):
+            raise self._damaged(f"names {quoted(name)}, which is not the file of round {number}")
+        if not isinstance(meta, dict):
+            raise self._damaged(f"has the meta data {quoted(meta)}")
+        found = self._rounds / name
+        if not found.is_file():
+            raise self._damaged(f"names {found}, which is missing")
+        return Checkpoint(number, found, meta)
+
+    def _damaged(self, what: str) -> JobCheckpointError:
+        """Return the error for a record that the job cannot resume from; it names the last file there is."""
+        files = self._round_files()
+        advice = "" if not files else f", or set source_ckpt_file_full_name to {self._rounds / files[-1]} as well"
+        return JobCheckpointError(
+            f"{self.directory / RECORD_NAME} {what}; restore it from a backup, or remove it to start over{advice}"
+        )
 
     def models(self) -> dict[str, Path]:
         """Return the models there are, the last one first, by the names of their files."""
@@ -146,14 +182,18 @@ class CheckpointStore:
         sync_directory(str(self.directory))
 
     def _prune(self) -> None:
-        found = sorted(
-            (match[1].zfill(20), match[0])
-            for name in os.listdir(self._rounds)
-            if (match := _ROUND_FILE.fullmatch(name))
-        )
-        for _, name in found[: -self._keep_rounds]:
+        for name in self._round_files()[: -self._keep_rounds]:
             with contextlib.suppress(FileNotFoundError):
                 (self._rounds / name).unlink()
+
+    def _round_files(self) -> list[str]:
+        """Return the names of the files of rounds, the last round last."""
+        found = (match for name in os.listdir(self._rounds) if (match := _ROUND_FILE.fullmatch(name)))
+        return [match[0] for match in sorted(found, key=lambda match: match[1].zfill(20))]
+
+
+def _file_name(round_number: int | None) -> str:
+    return f"round-{round_number or 0:05d}.safetensors"
 
 
 def json_part(value: Any) -> Any:

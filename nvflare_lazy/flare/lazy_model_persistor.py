@@ -26,7 +26,7 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.model_desc import ModelDescriptor
 
-from nvflare_lazy.errors import InitialModelError, JobCheckpointError, NVFlareLazyError
+from nvflare_lazy.errors import FormatError, InitialModelError, JobCheckpointError, NVFlareLazyError
 from nvflare_lazy.flare import initial_model, job_context
 from nvflare_lazy.flare.checkpoint_store import Checkpoint, CheckpointStore
 from nvflare_lazy.flare.pytorch_file import write_pytorch_file
@@ -140,10 +140,13 @@ class LazyModelPersistor(ModelPersistor):
             self._current = {}
             if self._store is not None:
                 self._store.clear_incoming()
+                self._store.release()
             job_context.release_scratch(fl_ctx)
 
     def load_model(self, fl_ctx: FLContext) -> ModelLearnable | None:
         """Return the initial model of the job, as lazy tensors or arrays."""
+        if self._store is None:
+            return None  # the start of the run has ended the job, with the reason
         try:
             tensors = self._begin(fl_ctx)
             weights = as_weights(self._included(tensors), numpy=self.allow_numpy_conversion)
@@ -190,19 +193,27 @@ class LazyModelPersistor(ModelPersistor):
     def _start(self, fl_ctx: FLContext) -> None:
         directory = Path(self.checkpoint_dir or fl_ctx.get_prop(FLContextKey.APP_ROOT))
         try:
-            self._store = CheckpointStore(
+            store = CheckpointStore(
                 directory, self.global_model_file_name, self.best_global_model_file_name, keep_rounds=self.keep_rounds
             )
-            self._store.clear_incoming()
-        except OSError as error:
+            if self.checkpoint_dir is not None:
+                store.lease(fl_ctx.get_job_id() or "")
+            store.clear_incoming()
+        except (OSError, JobCheckpointError) as error:
             self.system_panic(reason=f"cannot keep checkpoints in {directory}: {error}", fl_ctx=fl_ctx)
             return
+        self._store = store
         job_context.set_persistor(fl_ctx, self)
 
     def _begin(self, fl_ctx: FLContext) -> LazyTensorDict:
         last = self.store.latest()
         if last is not None and self.checkpoint_dir is not None:
-            tensors = open_safetensors(last.path)
+            try:
+                tensors = open_safetensors(last.path)
+            except (OSError, FormatError) as error:
+                raise JobCheckpointError(
+                    f"{error}; restore the file from a backup, or remove {self.store.directory} to start over"
+                ) from error
             self.resumed, self._meta = last, last.meta
             self.log_info(fl_ctx, f"resuming from {last.path}, after round {last.round}", fire_event=False)
             return tensors

@@ -8,12 +8,14 @@ last of them.
 from __future__ import annotations
 
 from nvflare_lazy.scratch._reclaim import LeaseInfo, list_scratch, reclaim
+from nvflare_lazy.scratch.directory_lease import DirectoryLease
 from nvflare_lazy.scratch.download import DownloadScratch
 from nvflare_lazy.scratch.file import ScratchFile
 from nvflare_lazy.scratch.file_systems import RootInfo, inspect_root
 from nvflare_lazy.scratch.job import JobScratch
 
 __all__ = [
+    "DirectoryLease",
     "DownloadScratch",
     "JobScratch",
     "LeaseInfo",

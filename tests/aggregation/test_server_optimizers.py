@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -267,9 +268,30 @@ class TestState:
         state.unlink()
         with pytest.raises(OptimizerStateError, match="the state of step 3 is missing"):
             FedAdam().step(models[-1], updates[0], tmp_path / "x", state_dir=tmp_path / "states")
-        (tmp_path / "states" / "states.json").write_text("[]")
-        with pytest.raises(OptimizerStateError, match="is damaged"):
-            FedAdam().step(models[-1], updates[0], tmp_path / "x", state_dir=tmp_path / "states")
+        index = tmp_path / "states" / "states.json"
+        good = json.loads(index.read_text())
+        state = good["states"][-1]
+        wrong = [
+            {"step": 1.0},
+            {"step": True},
+            {"step": -1},
+            {"model": 7},
+            {"file": "../x"},
+            {"file": "/etc/passwd"},
+            {"file": 1},
+        ]
+        states = [[7], [[]], 7, [{}], *([{**state, **change}] for change in wrong)]
+        for damaged in (
+            b"",
+            b"\xff",
+            b"[]",
+            b"7",
+            b"[" * 100_000,
+            *(json.dumps({**good, "states": it}).encode() for it in states),
+        ):
+            index.write_bytes(damaged)
+            with pytest.raises(OptimizerStateError, match="is damaged"):
+                FedAdam().step(models[-1], updates[0], tmp_path / "x", state_dir=tmp_path / "states")
 
     def test_needs_a_place(self, tmp_path):
         """Without one, an optimizer that remembers nothing works, and others say what they need."""

@@ -6,12 +6,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import ReservedKey
 from nvflare.app_common.abstract.model import ModelLearnableKey, make_model_learnable
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
@@ -235,7 +237,9 @@ def test_what_is_not_the_model_is_not_saved(start, fl_ctx, result, tmp_path, wro
 def test_a_job_goes_on_after_its_last_round(start, fl_ctx, result, tmp_path):
     """With its model and what NVFlare keeps beside it, whatever else the job would begin with."""
     kept = str(tmp_path / "kept")
-    round_of(start(model=Small(), checkpoint_dir=kept), fl_ctx, result, 3, 1.0)
+    first = start(model=Small(), checkpoint_dir=kept)
+    round_of(first, fl_ctx, result, 3, 1.0)
+    first.handle_event(EventType.END_RUN, fl_ctx)
     again = start(model=Small(), checkpoint_dir=kept)
     assert again.resumed.round == 3
     assert weights(fl_ctx)["layer.bias"].tolist() == [1.0]
@@ -256,22 +260,96 @@ def test_another_job_begins_with_a_checkpoint_that_is_replaced_meanwhile(start, 
     assert second.resumed is None
 
 
-@pytest.mark.parametrize(
-    ("record", "says"),
-    [
-        ("{", "is not JSON"),
-        (json.dumps({"format": 99}), "another version"),
-        (json.dumps({"format": 1, "round": 0, "file": "../../etc/passwd"}), "not a file of this store"),
-    ],
-)
-def test_a_record_that_cannot_be_understood_is_no_new_beginning(start, engine, tmp_path, record, says):
-    """The job ends with what to do, and does not begin at zero in silence."""
+def test_a_second_job_in_the_directory_is_refused(start, fl_ctx, engine, tmp_path):
+    """At its start, with the first job's id and host; it removes nothing, and the first job goes on."""
     kept = tmp_path / "kept"
-    kept.mkdir()
-    (kept / RECORD_NAME).write_text(record)
+    fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-1")
+    first = start(model=Small(), checkpoint_dir=str(kept))
+    written = first.store.incoming / "of the first job"
+    written.write_bytes(b"...")
+    second = start(model=Small(), checkpoint_dir=str(kept))
+    (reason,) = engine.panics
+    assert f"{kept} is in use by job 'job-1', process {os.getpid()} on {os.uname().nodename}" in reason
+    second.handle_event(EventType.END_RUN, fl_ctx)
+    assert written.exists()
+    first.handle_event(EventType.END_RUN, fl_ctx)
+    third = start(model=Small(), checkpoint_dir=str(kept))
+    assert len(engine.panics) == 1
+    third.handle_event(EventType.END_RUN, fl_ctx)
+    assert files_below(kept) == []
+
+
+def damaged(**changes: object) -> str:
+    return json.dumps({"format": 1, "round": 0, "file": "round-00000.safetensors", "meta": {}, **changes})
+
+
+DAMAGED_RECORDS = {
+    "empty": ("", "is not JSON"),
+    "cut short": (damaged()[:-9], "is not JSON"),
+    "binary": (bytes(range(256)), "is not JSON"),
+    "deep": ("[" * 100_000, "is not JSON"),
+    "deep meta data": (damaged()[:-3] + '{"a":' * 100_000, "is not JSON"),
+    "a huge integer": (damaged()[:-1] + ', "round": ' + "9" * 10_000 + "}", "is not JSON"),
+    "a list": ("[1]", "is not a record"),
+    "text": ('"round"', "is not a record"),
+    "no version": ("{}", "is not a record"),
+    "another version": (damaged(format=99), "another version"),
+    "a version that is not a number": (damaged(format=[]), "is not a record"),
+    "no round and no file": ('{"format": 1}', "names None"),
+    "a float": (damaged(round=0.0), "has the round 0.0"),
+    "infinity": (damaged()[:-1] + ', "round": 1e400}', "has the round inf"),
+    "true": (damaged(round=True), "has the round True"),
+    "negative": (damaged(round=-1), "has the round -1"),
+    "astronomical": (damaged(round=1 << 100), "has the round 126"),
+    "another round's file": (damaged(round=1), "names 'round-00000.safetensors'"),
+    "a file elsewhere": (damaged(file="../../etc/passwd"), "names '../../etc/passwd'"),
+    "an absolute path": (damaged(file="/etc/passwd"), "names '/etc/passwd'"),
+    "a line break": (damaged(file="a\nb"), r"names 'a\\nb'"),
+    "a file that is not text": (damaged(file=[7]), r"names \[7\]"),
+    "meta data in a list": (damaged(meta=[1]), "has the meta data"),
+    "a missing file": (damaged(round=7, file="round-00007.safetensors"), "is missing"),
+    "a link to itself": (Path(RECORD_NAME), "symbolic links"),
+    "a directory": (None, "not a regular file"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_RECORDS)
+def test_a_record_that_cannot_be_understood_is_no_new_beginning(start, engine, tmp_path, name):
+    """The job ends with what to do, and does not begin at zero in silence."""
+    content, says = DAMAGED_RECORDS[name]
+    kept = tmp_path / "kept"
+    (kept / "rounds").mkdir(parents=True)
+    nvflare_lazy.save(Small().state_dict(), kept / "rounds" / "round-00000.safetensors")
+    match content:
+        case bytes():
+            (kept / RECORD_NAME).write_bytes(content)
+        case str():
+            (kept / RECORD_NAME).write_text(content)
+        case Path():
+            (kept / RECORD_NAME).symlink_to(content)
+        case _:
+            (kept / RECORD_NAME).mkdir()
     start(model=Small(), checkpoint_dir=str(kept))
     (reason,) = engine.panics
-    assert says in reason
+    assert re.search(says, reason)
+    assert "JSONDecodeError" not in reason
+    assert str(kept / RECORD_NAME) in reason
+    if "another version" not in reason and "symbolic" not in reason:
+        assert f"or set source_ckpt_file_full_name to {kept}/rounds/round-00000.safetensors" in reason
+
+
+def test_a_damaged_file_of_the_last_round(start, engine, fl_ctx, result, tmp_path):
+    """The error has the path, and what to do."""
+    kept = tmp_path / "kept"
+    first = start(model=Small(), checkpoint_dir=str(kept))
+    round_of(first, fl_ctx, result, 3, 1.0)
+    path = first.store.latest().path
+    first.handle_event(EventType.END_RUN, fl_ctx)
+    path.write_bytes(path.read_bytes()[:-1])
+    start(model=Small(), checkpoint_dir=str(kept))
+    (reason,) = engine.panics
+    assert f"{path} has" in reason
+    assert "restore the file from a backup, or remove" in reason
 
 
 def test_what_a_killed_process_was_writing_is_removed(start, tmp_path):
