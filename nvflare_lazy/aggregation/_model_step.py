@@ -215,6 +215,10 @@ class OptimizerStep:
         for slot, output in zip(state, run.new_state, strict=True):
             rounded, buffer = arena.take_buffer(output.dtype, out.numel())
             rounded.copy_(slot)
+            if not torch.isfinite(rounded.sum()):
+                # A value too large for float32 must not be infinite: the element would never change again.
+                limit = torch.finfo(output.dtype).max
+                rounded.clamp_(-limit, limit)
             output.write(start, buffer)
 
     def _replace(self, run: _Run, start: int, out: torch.Tensor, arena: Arena) -> None:

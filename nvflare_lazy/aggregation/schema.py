@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import reduce
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -154,7 +155,7 @@ def resolve_schema(
     }
     names = [name for name in sorted(contributions) if name not in skipped]
     if contributions and not names:
-        raise WeightError(f"the weights of all contributors are zero: {', '.join(sorted(contributions))}")
+        raise WeightError(f"the weights of all contributors are zero: {listed(sorted(contributions))}")
     sent = {name: specs_of(contributions[name]) for name in names}
     of_model = None if reference is None else specs_of(reference)
     expected = _expected(sent, of_model, keeps_precision=params_type == "DIFF")
@@ -187,16 +188,25 @@ def resolve_schema(
 
 
 def validate_weights(names: Sequence[str], weights: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the weight of each contributor. Default: 1 for each."""
+    """Return the weight of each contributor as a float. Default: 1 for each."""
     if weights is None:
         return dict.fromkeys(names, 1.0)
     missing = [name for name in names if name not in weights]
     if missing:
-        raise WeightError(f"missing weights for {', '.join(missing)}; pass a weight for every contributor, or none")
-    for name in names:
-        if not 0 <= weights[name] < math.inf:
-            raise WeightError(f"the weight of {name!r} must be zero or a positive number, got {weights[name]!r}")
-    return {name: float(weights[name]) for name in names}
+        raise WeightError(f"missing weights for {listed(missing)}; pass a weight for every contributor, or none")
+    return {name: _as_weight(name, weights[name]) for name in names}
+
+
+def _as_weight(name: str, weight: object) -> float:
+    # NumPy's scalars are real numbers, too; a bool is one by accident, and a tensor may be anything.
+    if isinstance(weight, Real) and not isinstance(weight, bool):
+        try:
+            number = float(weight)
+        except OverflowError:
+            number = math.inf
+        if 0 <= number < math.inf:
+            return number
+    raise WeightError(f"the weight of {quoted(name)} must be zero or a positive number, got {quoted(weight)}")
 
 
 def group_tensors(

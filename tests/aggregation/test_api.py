@@ -193,7 +193,7 @@ class TestWeights:
 
     def test_missing_weight(self, out):
         """Weights are for all or for none; those of contributors that are not there do not matter."""
-        with pytest.raises(WeightError, match="missing weights for b"):
+        with pytest.raises(WeightError, match="missing weights for 'b'"):
             aggregate({"a": ones(w=((1,), 1.0)), "b": ones(w=((1,), 1.0))}, out, weights={"a": 1, "z": 1})
 
     def test_zero_weight_does_not_take_part(self, out):
@@ -207,7 +207,7 @@ class TestWeights:
 
     def test_all_zero(self, out):
         """There is no mean of that."""
-        with pytest.raises(WeightError, match="weights of all contributors are zero: a, b"):
+        with pytest.raises(WeightError, match="weights of all contributors are zero: 'a', 'b'"):
             aggregate({"a": ones(w=((1,), 1.0)), "b": ones(w=((1,), 1.0))}, out, weights={"a": 0, "b": 0})
 
     @given(st.floats(1e-300, 1e300))

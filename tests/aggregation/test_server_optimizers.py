@@ -195,6 +195,16 @@ class TestState:
             "states.json",
         ]
 
+    def test_too_large_for_float32(self, tmp_path):
+        """A finite update cannot make the state infinite, which would stop its element for ever."""
+        out, where = tmp_path / "model.safetensors", tmp_path / "states"
+        model = {"w": torch.zeros(3)}
+        for difference in (1e30, -1.0, -1.0):
+            update = {"w": torch.tensor([difference, -1.0, 0.0])}
+            model = FedAdam(lr=0.1, beta2=0.5).step(model, update, out, state_dir=where, params_type="DIFF")
+        for file in where.glob("*.safetensors"):
+            assert all(torch.isfinite(value.materialize()).all() for value in nvflare_lazy.open(file).values())
+
     def test_more_may_be_kept(self, tmp_path):
         """For a model that has to go back some steps after a restart."""
         random = np.random.default_rng(5)

@@ -49,7 +49,8 @@ class Weights:
     """The weights of a mean, in the form with the smallest rounding errors.
 
     Only their ratios count. If they are multiples of one number, as numbers of examples and equal weights are, they
-    become the smallest integers with these ratios, so that sums stay exact.
+    become the smallest integers with these ratios, so that sums stay exact. Otherwise a power of two scales them to a
+    sum close to 1, so that no weight is too large or too small to compute with.
 
     Attributes:
         factors: The factor of each value.
@@ -78,6 +79,10 @@ class Weights:
         whole = sum(counts) // divisor < _MAX_TOTAL
         if whole:
             exact = [Fraction(count // divisor) for count in counts]
+        else:
+            total = sum(exact, start=Fraction(0))
+            power = total.denominator.bit_length() - total.numerator.bit_length()
+            exact = [Fraction(float(weight * Fraction(2) ** power)) for weight in exact]
         total = sum(exact, start=Fraction(0))
         return cls(tuple(map(float, exact[:-1])), float(total), whole, total)
 
@@ -113,6 +118,17 @@ class Weights:
         guard = next((guard for guard in guards if _divides_by_multiplying(guard * self.total)), guards[0])
         return Weights(
             tuple(guard * factor for factor in self.factors), guard * self.total, True, guard * self.exact_total
+        )
+
+    @cached_property
+    def below_one(self) -> Weights:
+        """The same ratios with a total of less than 1/4, so that no sum of finite values is infinite."""
+        scale = 2.0 ** -(math.frexp(self.total)[1] + 2)
+        return Weights(
+            tuple(scale * factor for factor in self.factors),
+            scale * self.total,
+            whole=False,
+            exact_total=Fraction(scale) * self.exact_total,
         )
 
     @cached_property
@@ -152,9 +168,8 @@ def mean_into(out: torch.Tensor, read: Callable[[int], torch.Tensor], weights: W
     """
     mark = arena.mark()
     if out.dtype == torch.float64:
-        mean = _Mean(out, read, weights, arena)
-        mean.add_up()
-        round_into(out, mean.divide(), arena)
+        sum_into(out, read, weights, arena)
+        round_into(out, out, arena)
     elif out.dtype == torch.float32:
         mean = _Mean(out, read, weights.quick, arena)
         mean.add_up()
@@ -175,6 +190,18 @@ def sum_into(out: torch.Tensor, read: Callable[[int], torch.Tensor], weights: We
     mean.add_up()
     out.copy_(mean.divide())
     arena.release(mark)
+    if not math.isfinite(out.sum().item()):
+        _mend_overflows(out, read, weights, arena)
+        arena.release(mark)
+
+
+def _mend_overflows(out: torch.Tensor, read: Callable[[int], torch.Tensor], weights: Weights, arena: Arena) -> None:
+    """Replace means of finite values whose sum was too large for float64."""
+    mean = _Mean(out, read, weights.below_one, arena)
+    mean.add_up()
+    is_overflow = torch.isfinite(mean.sum).logical_and_(~torch.isfinite(out))
+    largest = torch.finfo(torch.float64).max
+    torch.where(is_overflow, mean.divide().clamp_(-largest, largest), out, out=out)
 
 
 class _Mean:
@@ -183,7 +210,7 @@ class _Mean:
         self._read = read
         self._weights = weights
         self._arena = arena
-        self._sum = arena.take(torch.float64, out.numel())
+        self.sum = arena.take(torch.float64, out.numel())
 
     @contextmanager
     def _spare(self, count: int) -> Iterator[torch.Tensor]:
@@ -196,7 +223,7 @@ class _Mean:
         """Sum the terms; return whether the sums are known to be exact and, for integer results, below 2^51."""
         flag = inexact_flag() if self._weights.whole else None
         exact = flag is not None
-        total = self._sum
+        total = self.sum
         with self._spare(total.numel()) as term:
             for number, (index, factor) in enumerate(self._weights.terms):
                 values = self._read(index)
@@ -213,6 +240,8 @@ class _Mean:
                 else:
                     total.add_(term.copy_(values).mul_(factor))
                 exact = exact and flag is not None and not flag.is_up()
+            if not self._weights.terms:
+                total.zero_()
             if exact and self._out.dtype not in FLOATS and total.numel():
                 exact = bool(torch.abs(total, out=term).amax() < _MAX_EXACT_INTEGER)
         return exact
@@ -221,13 +250,13 @@ class _Mean:
         """Return the means in float64, in place of the sums."""
         weights = self._weights
         if weights.is_power_of_two:
-            return self._sum if weights.total == 1.0 else self._sum.mul_(1.0 / weights.total)
-        return self._sum.div_(weights.total)
+            return self.sum if weights.total == 1.0 else self.sum.mul_(1.0 / weights.total)
+        return self.sum.div_(weights.total)
 
     def divide_rounded(self) -> torch.Tensor:
         """Return numbers that round to a shorter dtype as the means do, in place of the sums."""
         if self._out.dtype in FLOATS and self._weights.reciprocal is not None:
-            return self._sum.mul_(self._weights.reciprocal)
+            return self.sum.mul_(self._weights.reciprocal)
         return self.divide()
 
     def finish_exact(self) -> None:
@@ -277,7 +306,7 @@ class _Mean:
     def _largest_possible(self) -> float:
         """Return an upper bound of all means, including those of the first terms only."""
         largest = 0.0
-        with self._spare(self._sum.numel()) as term:
+        with self._spare(self.sum.numel()) as term:
             for index, factor in self._weights.terms:
                 values = term.copy_(self._read(index))
                 least, most = torch.aminmax(values) if values.numel() else (values.sum(), values.sum())

@@ -48,7 +48,7 @@ class Engine:
     def compute_statistic(self, statistic: Statistic) -> Any:
         """Read all floating-point tensors and return the result of the statistic."""
         groups = [group for group in self.groups if group.is_float]
-        count = max((len(group.members) for group in groups), default=0)
+        count = max(len(group.members) for group in self.groups)
         sums = statistic.num_sums(count)
         plan = plan_memory(
             self.budget,

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 
 from nvflare_lazy.aggregation._engine.rounding import ROUNDING_BYTES, round_into
@@ -63,6 +64,13 @@ class RoundContext:
     def annotate(self, **decisions: Any) -> None:
         """Add plain values, by name, to the report and the metadata of the result."""
         self.decisions.update(decisions)
+
+
+def scale_weights(weights: Sequence[float] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return weights times the power of two that brings the largest between 1/2 and 1, so that sums are finite."""
+    exact = np.asarray(weights, dtype=np.float64)
+    scaled: np.ndarray[Any, Any] = np.ldexp(exact, -np.frexp(exact.max())[1])
+    return scaled
 
 
 class Rule(ABC):
@@ -138,7 +146,7 @@ class CoordinateRule(Rule):
 
         Args:
             values: Float64, one row for each contributor and one column for each element. May be overwritten.
-            weights: Float64, one for each contributor.
+            weights: Float64, one for each contributor, scaled by a power of two to at most 1.
 
         Returns:
             Float64, one value for each element; the caller rounds it to the dtype of the tensors. The result of a
@@ -162,8 +170,8 @@ class _Combination(Reduction):
         values = tile.arena.take(torch.float64, len(members) * tile.count).view(len(members), tile.count)
         for index in range(len(members)):
             values[index].copy_(tile.read(index))
-        weights = torch.tensor([self._weights[member] for member in members], dtype=torch.float64)
-        combined = self._rule.combine(values, weights)
+        weights = scale_weights([self._weights[member] for member in members])
+        combined = self._rule.combine(values, torch.from_numpy(weights))
         if combined.shape != (tile.count,) or combined.dtype != torch.float64:
             raise TypeError(
                 f"{type(self._rule).__name__}.combine must return {tile.count} float64 numbers, one for each column, "

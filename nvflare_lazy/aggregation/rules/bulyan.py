@@ -79,7 +79,8 @@ class _AroundTheMedian(Reduction):
         middle = len(values) // 2
         median.copy_(values[middle])
         if len(values) % 2 == 0:
-            median.add_(below.copy_(values[middle - 1])).mul_(0.5)
+            # Halves first: a sum may be too large for float64.
+            median.mul_(0.5).add_(below.copy_(values[middle - 1]).mul_(0.5))
         window = [arena.take(values[0].dtype, count).copy_(value) for value in values[:keep]]
         for step in range(self._drop):
             torch.sub(median, below.copy_(values[step]), out=below)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from nvflare_lazy.aggregation.reduction import LinearCombination
-from nvflare_lazy.aggregation.rules.base import Rule
+from nvflare_lazy.aggregation.rules.base import Rule, scale_weights
 from nvflare_lazy.aggregation.statistics import SquaredNorms
 from nvflare_lazy.errors import MissingReferenceError
 
@@ -75,8 +75,8 @@ class ClippedMean(Rule):
                 "the global model as reference, or send differences and set params_type='DIFF'"
             )
         norms = np.sqrt(this_round.compute_statistic(SquaredNorms(from_reference=is_full)))
-        factors = np.minimum(1.0, self.clip_norm / np.maximum(norms, np.finfo(float).tiny))
-        weights = np.asarray(this_round.weights, dtype=np.float64)
+        factors = self.clip_norm / np.maximum(norms, self.clip_norm)
+        weights = scale_weights(this_round.weights)
         std = self.noise_multiplier * self.clip_norm * float(weights.max() / weights.sum())
         if std:
             # Values of single contributors would reveal what the noise has to hide.

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from nvflare_lazy.aggregation.reduction import LinearCombination
-from nvflare_lazy.aggregation.rules.base import Rule
+from nvflare_lazy.aggregation.rules.base import Rule, scale_weights
 from nvflare_lazy.aggregation.statistics import PairwiseDistances
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nvflare_lazy.aggregation.reduction import Reduction
     from nvflare_lazy.aggregation.rules.base import RoundContext
 
@@ -48,21 +50,16 @@ class GeometricMedian(Rule):
             raise ValueError("smoothing must be positive, iterations at least 1 and tolerance not negative")
 
     def prepare(self, this_round: RoundContext) -> Reduction:
-        shares, steps = self._solve(
-            this_round.compute_statistic(PairwiseDistances()), np.asarray(this_round.weights, dtype=np.float64)
-        )
+        shares, steps = self._solve(this_round.compute_statistic(PairwiseDistances()), this_round.weights)
         this_round.annotate(iterations=steps)
         return LinearCombination(shares.tolist())
 
-    def _solve(
-        self, distances: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]
-    ) -> tuple[np.ndarray[Any, Any], int]:
+    def _solve(self, distances: np.ndarray[Any, Any], stated: Sequence[float]) -> tuple[np.ndarray[Any, Any], int]:
         """Return the share of each update in the median, and the number of iterations."""
-        weights = weights / weights.sum()
         # An update infinitely far from all others gets no weight: infinities would make all other shares NaN.
         reachable = np.isfinite(distances).sum(axis=1) > 1
-        if reachable.any():
-            weights = np.where(reachable, weights, 0.0)
+        weights = scale_weights(np.where(reachable, stated, 0.0) if reachable.any() else stated)
+        weights = weights / weights.sum()
         known = np.where(np.isfinite(distances), distances, 0.0)
         shares = weights / weights.sum()
         steps = 0

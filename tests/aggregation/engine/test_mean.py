@@ -242,11 +242,14 @@ class TestWeights:
         np.testing.assert_allclose(ratios, np.array(counts) / sum(counts), rtol=1e-15)
 
     def test_others_stay_as_they_are(self):
-        """Numbers without a common measure are used unchanged, and their sum is kept exactly."""
-        weights = Weights.of([0.1, 0.2, 0.3])
-        assert weights.factors == (0.1, 0.2, 0.3)
+        """Numbers without a common measure are scaled by a power of two, and their sum is kept exactly."""
+        stated = (0.1, 0.2, 0.3)
+        weights = Weights.of(stated)
+        [scale] = {Fraction(one) / Fraction(other) for one, other in zip(weights.factors, stated, strict=True)}
+        assert math.frexp(scale)[0] == 0.5
+        assert 0.5 < weights.total < 2
         assert not weights.whole
-        assert weights.exact_total == Fraction(0.1) + Fraction(0.2) + Fraction(0.3)
+        assert weights.exact_total == scale * sum(map(Fraction, stated))
 
 
 class TestEffort:
