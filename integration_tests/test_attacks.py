@@ -155,7 +155,7 @@ def forged_lines(result: RunResult) -> list[str]:
     NVFlare's own part of a line has the return code that a client sends, as the client sends it.
     """
     ours = [record for record in result.records if record["fullName"].startswith("nvflare_lazy")]
-    texts = [record["message"].replace(record["fl_ctx"], "") for record in ours]
+    texts = [re.sub(r"^\[identity=.*?\](: | - )", "", record["message"], flags=re.DOTALL) for record in ours]
     return [text for text in texts if any(character in text for character in "\n\r\x1b\u202e\u2028")]
 
 

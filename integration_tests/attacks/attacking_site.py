@@ -228,7 +228,7 @@ def no_tensors(turn: Turn) -> Shareable:
     return turn.result({})
 
 
-@skipped()
+@skipped(".", FEDAVG, SCAFFOLD, LEVEL_1, LEVEL_1_NUMPY)
 def a_name_of_a_submitted_model(turn: Turn) -> Shareable:
     shareable = turn.result(turn.changed())
     shareable.set_header(AppConstants.SUBMIT_MODEL_NAME, FORGERY)
@@ -431,7 +431,7 @@ def results_of_other_tasks(turn: Turn) -> Shareable:
         ({ReservedKey.IDENTITY_NAME: FORGERY}, {FLContextKey.TASK_ID: FORGERY}),
         ({ReservedKey.RUN_NUM: "another-job"}, {}),
     ):
-        turn.before.append(Extra(turn.result(kind=DataKind.WEIGHT_DIFF), claims, cookies))
+        turn.before.append(Extra(turn.result(), claims, cookies))
     return turn.result()
 
 

@@ -147,16 +147,17 @@ class LazyAggregator(ModelAggregator):
         started = time.monotonic()
         try:
             report, weights = self._combine()
+            aggregated = list(report.contributors)
         except TooFewResultsError as error:
             if self.on_too_few == "fail":
                 raise
             self.warning(f"{error}; the global model is unchanged")
-            return self._unchanged()
+            aggregated, weights = [], self._unchanged()
         finally:
             self._round.clear()
         log = job_context.round_log_of(self.fl_ctx)
         if log is not None:
-            log.on_aggregated(time.monotonic() - started, list(report.contributors))
+            log.on_aggregated(time.monotonic() - started, aggregated)
         return weights
 
     def reset_stats(self) -> None:

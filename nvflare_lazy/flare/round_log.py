@@ -102,6 +102,8 @@ class RoundLog:
         self._sent: dict[str, float] = {}
         self._results: dict[str, ContributionRecord] = {}
         self._reasons: dict[str, str] = {}
+        # A client can send further results, for tasks that do not exist. They change nothing about the accepted one.
+        self._accepted: set[str] = set()
 
     def start_round(self, number: int | None, *, announced: bool = True) -> None:
         """Start a round.
@@ -116,6 +118,7 @@ class RoundLog:
             self._sent.clear()
             self._results.clear()
             self._reasons.clear()
+            self._accepted.clear()
 
     def on_task_sent(self, client: str) -> None:
         """Record that a client received the task of the round."""
@@ -150,7 +153,9 @@ class RoundLog:
             )
             self._results[client] = record
             record.accepted = accepted
-            if not accepted:
+            if accepted:
+                self._accepted.add(client)
+            else:
                 record.reason = self._reasons.setdefault(client, "rejected by the controller or aggregator")
             self._write("contribution", asdict(record))
         where = "on disk" if record.on_disk else "in memory"
@@ -175,12 +180,14 @@ class RoundLog:
             has_verdicts = any(result.accepted is not None for result in self._results.values())
             if record is None or not (has_verdicts or self._announced):
                 return None
-            accepted = [client for client, result in self._results.items() if result.accepted]
-            record.aggregated = sorted(set(record.aggregated or accepted) - self._reasons.keys())
-            record.skipped = dict(sorted(self._reasons.items()))
+            # Without a report of the aggregation, it used what was accepted.
+            aggregated = self._accepted if record.aggregation_seconds is None else set(record.aggregated)
+            skipped = dict.fromkeys(self._accepted, "not aggregated") | self._reasons
             for client in record.tasked:
                 if client not in self._results:
-                    record.skipped.setdefault(client, "no result received")
+                    skipped.setdefault(client, "no result received")
+            record.aggregated = sorted(aggregated)
+            record.skipped = {client: reason for client, reason in sorted(skipped.items()) if client not in aggregated}
             record.received_bytes = sum(result.nbytes for result in self._results.values())
             record.seconds = round(time.monotonic() - self._started, 3)
             record.memory_bytes = anonymous_bytes()

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from nvflare_lazy.flare.round_log import RoundLog
 
 
@@ -43,6 +45,37 @@ def test_a_round_in_which_everything_happens(tmp_path):
     assert said[3].endswith("skipped: b (of another shape); c (NaN in it); d (no result received)")
     assert measured == [record]
     assert {name: measured[0].metrics()[name] for name in ("aggregated", "skipped")} == {"aggregated": 1, "skipped": 3}
+
+
+@pytest.mark.parametrize("reported", [True, False], ids=["LazyAggregator", "NVFlare's aggregation"])
+def test_further_results_of_a_client_do_not_hide_its_contribution(tmp_path, reported):
+    """A rejected result for an unknown task, before or after the accepted one: the model has the accepted one."""
+    log = RoundLog(tmp_path / "log.jsonl", lambda line: None)
+    log.start_round(0)
+    log.on_skip("a", "for an unknown task")
+    log.on_verdict("a", accepted=True)
+    log.on_verdict("b", accepted=True)
+    log.on_skip("b", "a second result")
+    log.on_verdict("b", accepted=False)
+    log.on_verdict("c", accepted=False)
+    if reported:
+        log.on_aggregated(0.5, ["a", "b"])
+    record = log.end_round()
+    assert record.aggregated == ["a", "b"]
+    assert record.skipped == {"c": "rejected by the controller or aggregator"}
+
+
+def test_a_round_that_leaves_the_model_unchanged(tmp_path):
+    """No result is aggregated, and each client has a reason."""
+    log = RoundLog(tmp_path / "log.jsonl", lambda line: None)
+    log.start_round(0)
+    for client in ("a", "b"):
+        log.on_verdict(client, accepted=True)
+    log.on_skip("b", "NaN in it")
+    log.on_aggregated(0.5, [])
+    record = log.end_round()
+    assert record.aggregated == []
+    assert record.skipped == {"a": "not aggregated", "b": "NaN in it"}
 
 
 def test_a_round_is_ended_once(tmp_path):
