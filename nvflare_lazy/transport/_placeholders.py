@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import ProtocolError
 from nvflare_lazy.transport import _nvflare_private
 
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 _SEPARATOR = "@"
 _DTYPE = "dtype"
 _SHAPE = "shape"
+_MAX_AXES = 64
+_MAX_NBYTES = 1 << 62
+_MAX_LOCATION = 4096
+# A forwarded message may mix payloads; each costs its receiver a download.
+_MAX_PAYLOADS = 256
 
 
 class OutgoingPayloads:
@@ -43,6 +49,11 @@ class IncomingPayloads:
     def __init__(self) -> None:
         self._by_ref: dict[str, Any] = {}
         self._last: Any = None
+
+    def check_room(self) -> None:
+        """Raise unless the message may refer to one more payload."""
+        if len(self._by_ref) >= _MAX_PAYLOADS:
+            raise ProtocolError(f"a message that refers to more than {_MAX_PAYLOADS} payloads")
 
     def add(self, ref_id: str, payload: Any) -> None:
         """Add the next payload."""
@@ -74,27 +85,33 @@ def description(backend: ArrayBackend, dtype: Any, shape: tuple[int, ...]) -> di
 
 def described(backend: ArrayBackend, placeholder: dict[str, Any]) -> tuple[Any, tuple[int, ...] | None]:
     """Return dtype and shape of a placeholder's value; None for both if they are missing or invalid."""
-    shape, encoded = placeholder.get(_SHAPE), placeholder.get(_DTYPE)
-    if isinstance(encoded, list):
-        encoded = _as_tuples(encoded)
-    dtype = None if encoded is None else backend.decode_dtype(encoded)
-    if dtype is None or not isinstance(shape, list) or len(shape) > 64:
+    shape = placeholder.get(_SHAPE)
+    try:
+        dtype = backend.decode_dtype(_as_tuples(placeholder.get(_DTYPE)))
+    except RecursionError:
+        dtype = None
+    if dtype is None or not isinstance(shape, list) or len(shape) > _MAX_AXES:
         return None, None
-    if not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
+    if not all(type(size) is int and 0 <= size < _MAX_NBYTES for size in shape):
+        return None, None
+    if backend.nbytes(dtype, tuple(max(size, 1) for size in shape)) >= _MAX_NBYTES:
         return None, None
     return dtype, tuple(shape)
 
 
 def location_of(datum: Datum) -> tuple[str, str]:
     """Return the cell that has a payload, and NVFlare's name for the payload there."""
+    value = datum.value
+    if not isinstance(value, (str, bytes)) or len(value) > _MAX_LOCATION:
+        raise ProtocolError(f"invalid datum: expected a short text, got {type(value).__name__} {quoted(value)}")
     try:
-        location = json.loads(datum.value)
-    except (TypeError, ValueError) as error:
+        location = json.loads(value)
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"invalid datum: missing download location: {error}") from None
     fqcn = location.get(_nvflare_private.DATUM_FQCN) if isinstance(location, dict) else None
     ref_id = location.get(_nvflare_private.DATUM_REF_ID) if isinstance(location, dict) else None
     if not isinstance(fqcn, str) or not isinstance(ref_id, str) or not fqcn or not ref_id:
-        raise ProtocolError(f"invalid datum: missing download location: {str(datum.value)[:200]}")
+        raise ProtocolError(f"invalid datum: missing download location: {quoted(value)}")
     return fqcn, ref_id
 
 

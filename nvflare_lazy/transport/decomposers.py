@@ -25,6 +25,7 @@ from nvflare.fuel.utils.fobs import FOBSContextKey, dots
 from nvflare.fuel.utils.fobs.datum import Datum, DatumType
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import ProtocolError
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
@@ -44,11 +45,12 @@ from nvflare_lazy.transport._placeholders import (
 )
 from nvflare_lazy.transport.failed import FailedPayload
 from nvflare_lazy.transport.limits import PayloadTally
+from nvflare_lazy.transport.nvflare_items.format import unpack_array_file, unpack_tensors
 from nvflare_lazy.transport.receive import RemotePayload, receive
 from nvflare_lazy.transport.via_downloader import LazyDownloadRef
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from nvflare.fuel.utils.fobs.datum import DatumManager
 
@@ -158,8 +160,12 @@ class LazyDecomposer(ViaDownloaderDecomposer):
     def process_datum(self, datum: Datum, manager: DatumManager) -> None:
         """Download the payload that a datum points to, or keep the reference at a forwarding hop."""
         fobs_ctx = manager.fobs_ctx
+        payloads = fobs_ctx.get(self.items_key)
+        if not isinstance(payloads, IncomingPayloads):
+            fobs_ctx[self.items_key] = payloads = IncomingPayloads()
         ref_id = ""
         try:
+            payloads.check_room()
             fqcn, ref_id = location_of(datum)
             if fobs_ctx.get(FOBSContextKey.PASS_THROUGH):
                 payload: Any = PayloadReference(fqcn, ref_id, _is_secure(fobs_ctx, fqcn))
@@ -172,9 +178,6 @@ class LazyDecomposer(ViaDownloaderDecomposer):
                 raise
             self.logger.error(f"Failed to receive tensors: {error}. The message that contains them will be skipped.")
             payload = FailedPayload(error)
-        payloads = fobs_ctx.get(self.items_key)
-        if not isinstance(payloads, IncomingPayloads):
-            fobs_ctx[self.items_key] = payloads = IncomingPayloads()
         payloads.add(ref_id, payload)
 
     def recompose(self, data: Any, manager: DatumManager = None) -> Any:
@@ -194,12 +197,12 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         if kind == _nvflare_private.ENC_NATIVE:
             return self.native_recompose(content, manager)
         if kind != _nvflare_private.ENC_REF or not isinstance(content, str):
-            raise ProtocolError(f"unknown kind of placeholder: {str(kind)[:80]!r}")
+            raise ProtocolError(f"unknown kind of placeholder: {quoted(kind)}")
         payloads = manager.fobs_ctx.get(self.items_key)
         payload = payloads.find(content) if isinstance(payloads, IncomingPayloads) else None
         item_id = item_of(content)
         if payload is None:
-            raise ProtocolError(f"placeholder {content!r} refers to a missing payload")
+            raise ProtocolError(f"placeholder {quoted(content)} refers to a missing payload")
         if isinstance(payload, PayloadReference):
             cell = manager.fobs_ctx.get(FOBSContextKey.CELL)
             ref = LazyDownloadRef.of(
@@ -210,7 +213,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         if isinstance(payload, FailedPayload):
             return payload.value(self.backend, *described(self.backend, data))
         if item_id not in payload:
-            raise ProtocolError(f"tensor {item_id} is missing from its payload")
+            raise ProtocolError(f"tensor {quoted(item_id)} is missing from its payload")
         return payload[item_id]
 
     def _get_download_kwargs(self, fobs_ctx: dict[str, Any]) -> dict[str, Any]:
@@ -263,10 +266,8 @@ class LazyTensorDecomposer(LazyDecomposer):
 
     def native_recompose(self, data: bytes, manager: DatumManager = None) -> torch.Tensor:
         """Decode a tensor that was encoded by itself."""
-        tensors = safetensors.torch.load(data)
-        if "t" not in tensors:
-            raise ProtocolError("a tensor that was sent by itself has the wrong name")
-        return tensors["t"]
+        tensor: torch.Tensor = _recompose_native(self.backend, unpack_tensors(data, "the peer"))
+        return tensor
 
 
 class LazyArrayDecomposer(LazyDecomposer):
@@ -287,8 +288,15 @@ class LazyArrayDecomposer(LazyDecomposer):
 
     def native_recompose(self, data: bytes, manager: DatumManager = None) -> np.ndarray[Any, Any]:
         """Decode an array that was encoded by itself."""
-        array: np.ndarray[Any, Any] = np.load(io.BytesIO(data), allow_pickle=False)
+        array: np.ndarray[Any, Any] = _recompose_native(self.backend, unpack_array_file(data, "the peer"))
         return array
+
+
+def _recompose_native(backend: ArrayBackend, items: Iterator[tuple[str, Any, tuple[int, ...], memoryview]]) -> Any:
+    ((_, dtype, shape, data),) = items
+    value, memory = backend.new(dtype, shape)
+    memory[:] = data
+    return value
 
 
 def _is_secure(fobs_ctx: dict[str, Any], fqcn: str) -> bool:

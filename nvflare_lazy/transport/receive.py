@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 5.0
 AS_ITEMS = "as whole tensors"
 _MAX_REPLIES_WITHOUT_ITEMS = 8
+# What NVFlare's loop raises if a reply is not what it expects, such as numbers instead of items.
+_NVFLARE_STUMBLES = (AssertionError, AttributeError, LookupError, TypeError, ValueError)
 # A server's or a client's job is "server.JOB" or "site.JOB"; a trainer is below its job.
 _PARTS_OF_A_JOB = 2
 
@@ -146,13 +148,9 @@ class PayloadConsumer(Consumer):
         Raises:
             ProtocolError: If the item is not what its header says, or is more than the message may bring.
         """
-        is_empty = True
         for name, dtype, shape, data in self.backend.unpack_item(item, self._sender):
-            is_empty = False
             self.tally.add(self._sender, PayloadSize(len(data), 1, len(name.encode())))
             yield name, dtype, shape, data
-        if is_empty:
-            raise ProtocolError(f"{self._sender} sent an item without a tensor")
 
     @property
     def remote(self) -> RemotePayload:
@@ -284,6 +282,10 @@ def receive(consumer: PayloadConsumer, remote: RemotePayload, progress_cb: Calla
     except Exception as error:
         if consumer.failure is None:
             consumer.failure = error
+            if isinstance(error, _NVFLARE_STUMBLES):
+                what = f"{type(error).__name__}: {error}"
+                consumer.failure = ProtocolError(f"invalid reply of {remote.from_fqcn}: {what}")
+                consumer.failure.__cause__ = error
     finally:
         consumer.release_slot()
     failure = consumer.failure

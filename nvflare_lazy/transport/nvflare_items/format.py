@@ -83,17 +83,33 @@ def unpack_arrays(item: Any, sender: str) -> Iterator[tuple[str, Any, tuple[int,
     """
     with _report_damage(item, sender):
         name, data = _only_member(memoryview(item))
-        dtype, shape, fortran, start = _array_header(data)
-        _check_shape(shape, dtype.itemsize, name)
-        elements = data[start:]
-        # Numpy does not keep types whose elements have no bytes, such as U0.
-        supported = dtype.itemsize and not dtype.hasobject and dtype.subdtype is None
-        if not supported or len(elements) != prod(shape) * dtype.itemsize:
-            raise ProtocolError(f"{name} has {len(elements)} bytes for {shape} of {dtype}")
-        if fortran and len(shape) > 1:
-            turned = np.frombuffer(elements, dtype).reshape(shape[::-1]).T
-            elements = np.ascontiguousarray(turned).reshape(-1).view(np.uint8).data
+        dtype, shape, elements = _read_array(name, data)
     yield name, dtype, shape, elements
+
+
+def unpack_array_file(item: Any, sender: str) -> Iterator[tuple[str, Any, tuple[int, ...], memoryview]]:
+    """Read an array as `numpy.save` writes it: an empty name, dtype, shape and bytes.
+
+    Raises:
+        ProtocolError: If the bytes are not what their header says.
+    """
+    with _report_damage(item, sender):
+        dtype, shape, elements = _read_array("the array", memoryview(item))
+    yield "", dtype, shape, elements
+
+
+def _read_array(name: str, data: memoryview) -> tuple[np.dtype[Any], tuple[int, ...], memoryview]:
+    dtype, shape, fortran, start = _array_header(data)
+    _check_shape(shape, dtype.itemsize, name)
+    elements = data[start:]
+    # Numpy does not keep types whose elements have no bytes, such as U0.
+    supported = dtype.itemsize and not dtype.hasobject and dtype.subdtype is None
+    if not supported or len(elements) != prod(shape) * dtype.itemsize:
+        raise ProtocolError(f"{name} has {len(elements)} bytes for {shape} of {dtype}")
+    if fortran and len(shape) > 1:
+        turned = np.frombuffer(elements, dtype).reshape(shape[::-1]).T
+        elements = np.ascontiguousarray(turned).reshape(-1).view(np.uint8).data
+    return dtype, shape, elements
 
 
 def _check_shape(shape: tuple[int, ...], itemsize: int, name: str) -> None:

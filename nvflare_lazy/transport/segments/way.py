@@ -53,7 +53,8 @@ class Segments:
         try:
             _fetch(offer, download)
         except SegmentTimeoutError as error:
-            logger.warning("%s; falling back to whole-tensor transfer", error)
+            # Its text, since a handler may keep records, and the error refers to the download.
+            logger.warning("%s; falling back to whole-tensor transfer", str(error))
             return None
         return {_nvflare_private.START: offer.items, _nvflare_private.COUNT: 0}
 
@@ -61,23 +62,11 @@ class Segments:
 def _fetch(offer: protocol.Offer, download: PayloadConsumer) -> None:
     remote, tally = download.remote, download.tally
     tally.check(remote.from_fqcn, PayloadSize(offer.nbytes, offer.items))
-    room = manifests.max_encoded_bytes(tally.limits)
-    if offer.manifest_nbytes > room:
-        raise ProtocolError(
-            f"{remote.from_fqcn} offers {offer.items} tensors in a list of {offer.manifest_nbytes} bytes, "
-            f"more than the limit of {room}"
-        )
-    listed = memoryview(bytearray(offer.manifest_nbytes))
-
-    def write(offset: int, data: memoryview) -> None:
-        listed[offset : offset + len(data)] = data
-
-    SegmentDownload(remote, protocol.MANIFEST, offer.manifest_nbytes, write, first_news=FIRST_NEWS_SECONDS).run()
+    encoded = _fetch_manifest(offer, download)
     # What decoding takes for a moment counts as in flight, so that several long lists take turns.
-    with remote.runtime.budget.hold(
-        manifests.decoding_cost(offer.items, offer.manifest_nbytes), remote.raise_if_aborted
-    ):
-        manifest = manifests.decode(listed, download.backend, remote.from_fqcn, tally.limits)
+    with remote.runtime.budget.hold(manifests.decoding_cost(offer.items, len(encoded)), remote.raise_if_aborted):
+        manifest = manifests.decode(encoded, download.backend, remote.from_fqcn, tally.limits)
+        del encoded
         if len(manifest.items) != offer.items or manifest.nbytes != offer.nbytes:
             raise ProtocolError(
                 f"{remote.from_fqcn} offers {offer.items} tensors of {offer.nbytes} bytes, but lists "
@@ -90,3 +79,20 @@ def _fetch(offer: protocol.Offer, download: PayloadConsumer) -> None:
         remote, protocol.DATA, manifest.nbytes, sink.write, progress=progress, on_slow=sink.release_rest
     ).run()
     download.nbytes = manifest.nbytes
+
+
+def _fetch_manifest(offer: protocol.Offer, download: PayloadConsumer) -> memoryview:
+    remote = download.remote
+    room = manifests.max_encoded_bytes(download.tally.limits)
+    if offer.manifest_nbytes > room:
+        raise ProtocolError(
+            f"{remote.from_fqcn} offers {offer.items} tensors in a list of {offer.manifest_nbytes} bytes, "
+            f"more than the limit of {room}"
+        )
+    encoded = memoryview(bytearray(offer.manifest_nbytes))
+
+    def write(offset: int, data: memoryview) -> None:
+        encoded[offset : offset + len(data)] = data
+
+    SegmentDownload(remote, protocol.MANIFEST, offer.manifest_nbytes, write, first_news=FIRST_NEWS_SECONDS).run()
+    return encoded
