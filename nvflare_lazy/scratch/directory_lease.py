@@ -122,7 +122,7 @@ def _release(fd: int, directory: Path, pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked process, which does not own the lease, and has closed its copy of the descriptor
     with contextlib.suppress(OSError), _opened(directory) as directory_fd:
-        # Someone may have removed it by hand, and another job may have taken a new one.
+        # If it was removed by hand, another job may have created a new one.
         if has_name(fd, LEASE_NAME, dir_fd=directory_fd):
             os.unlink(LEASE_NAME, dir_fd=directory_fd)
     close_private(fd)

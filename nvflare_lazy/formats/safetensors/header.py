@@ -11,7 +11,7 @@ in exactly these rules:
   and `__metadata__` is an object (the library takes null);
 - a shape has at most 64 dimensions, as in torch and NumPy, and one with a zero in it must still be countable in 63
   bits without the zero, as torch wants it;
-- at most a million names.
+- at most 500,000 names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import MetadataMismatchError, SafetensorsError, UnserializableTensorError
@@ -54,6 +54,18 @@ _USUAL_ENTRY = re.compile(
     rf'\{{"dtype":"([A-Z0-9_]+)","shape":\[((?:{_NUMBER}(?:,{_NUMBER}){{0,{_MAX_DIMENSIONS - 1}}})?)\],'
     rf'"data_offsets":\[({_NUMBER}),({_NUMBER})\]\}}'
 )
+
+
+class _Kind(NamedTuple):
+    """A dtype and shape, checked. Models have few different ones: each is checked once."""
+
+    row: ElementType
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+# More than these, in an unusual header, are checked again.
+_MAX_KINDS = 4096
 
 
 @dataclass(frozen=True)
@@ -149,12 +161,13 @@ def parse_header(text: Buffer, where: str) -> SafetensorsHeader:
     cursor = JsonCursor(text, where)
     tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, str] = {}
+    kinds: dict[tuple[str, str], _Kind] = {}
     data_start = PREFIX_BYTES + len(text)
     for key in cursor.members():
         if key == METADATA_KEY:
             metadata = _metadata(cursor, where)
         else:
-            tensors[key] = _stored(_entry(cursor), data_start, where, key)
+            tensors[key] = _stored(cursor, kinds, data_start, where, key)
     if not cursor.only_spaces_follow():
         raise SafetensorsError(
             "header-padding", f"{where}: only spaces may follow the header's JSON, up to its given length"
@@ -191,22 +204,21 @@ def encode_header(
     members = []
     if metadata:
         members.append(f'"{METADATA_KEY}":' + _to_json(_sorted_text(metadata, where)))
-    # Models have few different shapes: each is checked once.
-    known: dict[tuple[str, tuple[int, ...]], tuple[ElementType, tuple[int, ...], int, str]] = {}
-    laid: dict[str, tuple[ElementType, tuple[int, ...], int, int]] = {}
+    known: dict[tuple[str, tuple[int, ...]], tuple[_Kind, str]] = {}
+    laid: dict[str, tuple[_Kind, int]] = {}
     begin = 0
     for name, dtype, shape in tensors:
         if name in laid or name == METADATA_KEY:
             raise MetadataMismatchError(f"{where}: {quoted(name)} is promised twice, or is the metadata's own name")
-        kind = known.get((dtype, tuple(shape)))
-        if kind is None:
-            row, sizes = _row(dtype, where, name), _shape([*shape], where, name)
-            text = f'"dtype":"{dtype}","shape":[{",".join(map(str, sizes))}]'
-            kind = known[dtype, sizes] = row, sizes, _nbytes(row, sizes, where, name), text
-        row, sizes, nbytes, text = kind
-        laid[name] = row, sizes, begin, nbytes
-        members.append(f'{_to_json(name)}:{{{text},"data_offsets":[{begin},{begin + nbytes}]}}')
-        begin += nbytes
+        found = known.get((dtype, tuple(shape)))
+        if found is None:
+            kind = _kind(dtype, [*shape], where, name)
+            text = f'"dtype":"{dtype}","shape":[{",".join(map(str, kind.shape))}]'
+            found = known[dtype, kind.shape] = kind, text
+        kind, text = found
+        laid[name] = kind, begin
+        members.append(f'{_to_json(name)}:{{{text},"data_offsets":[{begin},{begin + kind.nbytes}]}}')
+        begin += kind.nbytes
     if begin > _MAX_COUNTABLE:
         raise SafetensorsError("size-overflow", f"{where}: {begin} bytes are more than can be counted in 63 bits")
     if max(len(members), len(metadata or ())) > _strict_json.MAX_MEMBERS:
@@ -224,7 +236,8 @@ def encode_header(
         )
     data_start = PREFIX_BYTES + length
     contents = {
-        name: StoredTensor(row, sizes, data_start + begin, nbytes) for name, (row, sizes, begin, nbytes) in laid.items()
+        name: StoredTensor(kind.row, kind.shape, data_start + begin, kind.nbytes)
+        for name, (kind, begin) in laid.items()
     }
     return length.to_bytes(PREFIX_BYTES, "little") + data.ljust(length), contents
 
@@ -261,36 +274,42 @@ def _metadata(cursor: JsonCursor, where: str) -> dict[str, str]:
     return metadata
 
 
-def _entry(cursor: JsonCursor) -> dict[str, Any] | None:
+def _stored(
+    cursor: JsonCursor, kinds: dict[tuple[str, str], _Kind], data_start: int, where: str, name: str
+) -> StoredTensor:
+    """Read the entry of a tensor."""
     match = cursor.take(_USUAL_ENTRY)
     if match is None:
-        return cursor.flat_object()
-    dtype, shape, begin, end = match.groups()
-    return {
-        "dtype": dtype,
-        "shape": list(map(int, shape.split(","))) if shape else [],
-        "data_offsets": [int(begin), int(end)],
-    }
-
-
-def _stored(entry: dict[str, Any] | None, data_start: int, where: str, name: str) -> StoredTensor:
-    if entry is None or entry.keys() != _FIELDS:
-        raise SafetensorsError(
-            "invalid-entry",
-            f"{where}: tensor {quoted(name)} must be an object of exactly dtype, shape and data_offsets"
-            + ("" if entry is None else f", not of {quoted(', '.join(entry))}"),
-        )
-    row = _row(entry["dtype"], where, name)
-    shape = _shape(entry["shape"], where, name)
-    expected = _nbytes(row, shape, where, name)
-    begin, end = _offsets(entry["data_offsets"], where, name)
-    if end - begin != expected:
+        entry = cursor.flat_object()
+        if entry is None or entry.keys() != _FIELDS:
+            raise SafetensorsError(
+                "invalid-entry",
+                f"{where}: tensor {quoted(name)} must be an object of exactly dtype, shape and data_offsets"
+                + ("" if entry is None else f", not of {quoted(', '.join(entry))}"),
+            )
+        kind = _kind(entry["dtype"], entry["shape"], where, name)
+        begin, end = _offsets(entry["data_offsets"], where, name)
+    else:
+        dtype, sizes, *offsets = match.groups()
+        known = kinds.get((dtype, sizes))
+        if known is None:
+            known = _kind(dtype, list(map(int, sizes.split(","))) if sizes else [], where, name)
+            if len(kinds) < _MAX_KINDS:
+                kinds[dtype, sizes] = known
+        kind = known
+        begin, end = _offsets(list(map(int, offsets)), where, name)
+    if end - begin != kind.nbytes:
         raise SafetensorsError(
             "tensor-size",
-            f"{where}: tensor {quoted(name)} takes {expected} bytes as {list(shape)} {row.name}, "
+            f"{where}: tensor {quoted(name)} takes {kind.nbytes} bytes as {list(kind.shape)} {kind.row.name}, "
             f"but its data_offsets span {end - begin}",
         )
-    return StoredTensor(row, shape, data_start + begin, expected)
+    return StoredTensor(kind.row, kind.shape, data_start + begin, kind.nbytes)
+
+
+def _kind(dtype: object, sizes: object, where: str, name: str) -> _Kind:
+    row, shape = _row(dtype, where, name), _shape(sizes, where, name)
+    return _Kind(row, shape, _nbytes(row, shape, where, name))
 
 
 def _row(dtype: object, where: str, name: str) -> ElementType:

@@ -112,7 +112,9 @@ def open_index(file: TensorFile, open_shard: Callable[[str], LazyTensorDict]) ->
         try:
             shards[shard] = open_shard(os.path.join(directory, shard))
         except FileNotFoundError:
-            raise MissingShardError(f"{file.path} names {quoted(shard)}, which is not there: fetch it, too") from None
+            raise MissingShardError(f"{file.path} names {quoted(shard)}, which is missing: fetch it") from None
+        except OSError as error:
+            raise ShardError(f"{file.path} names {quoted(shard)}, which cannot be opened: {error.strerror}") from error
     entries: dict[str, TensorEntry] = {}
     for name, shard in weight_map.items():
         entry = shards[shard].entries.get(name)

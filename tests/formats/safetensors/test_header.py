@@ -22,6 +22,7 @@ from nvflare_lazy.formats.safetensors.header import (
     parse_message,
     read_header,
 )
+from nvflare_lazy.formats.safetensors.reader import open_safetensors
 from nvflare_lazy.tensors.tensor_file import TensorFile
 from tests.formats.safetensors.header_mutations import entry, good_headers, message
 
@@ -265,6 +266,26 @@ def test_too_many_names(monkeypatch) -> None:
         encode_header([(name, "U8", [0]) for name in "abcd"], where="m")
     with rule_broken("too-many-tensors"):
         parse_header(json.dumps({**names, "more": entry()}).encode(), "m")
+
+
+@pytest.mark.parametrize("shape", ["0", "0,{}"], ids=["one shape", "different shapes"])
+def test_the_most_names_take_a_quarter_of_a_gigabyte(tmp_path, shape: str) -> None:
+    """And a small multiple of the header: short names and empty tensors take the most for their bytes."""
+    count = 20_000
+    members = (f'"{n:x}":{{"dtype":"U8","shape":[{shape.format(n)}],"data_offsets":[0,0]}}' for n in range(count))
+    text = f"{{{','.join(members)}}}".encode()
+    path = tmp_path / "many.safetensors"
+    path.write_bytes(message(text))
+    tracemalloc.start()
+    try:
+        assert len(open_safetensors(path)) == count
+        taken = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert taken < 16 * len(text)
+    assert taken / count * _strict_json.MAX_MEMBERS < 320 << 20
+    # The largest mixtures of experts have 200,000 tensors.
+    assert _strict_json.MAX_MEMBERS >= 400_000
 
 
 def test_lists_nested_as_deep_as_an_entry_may_be_long() -> None:

@@ -95,7 +95,7 @@ def test_missing_shard_and_missing_tensor(sharded: Path) -> None:
     with pytest.raises(MissingShardError, match=r"'a' is in 'model-00002.* but it is not"):
         nvflare_lazy.open(sharded)
     write_index(sharded, {"a": "model-00003-of-00002.safetensors"})
-    with pytest.raises(MissingShardError, match=r"model-00003.*not there"):
+    with pytest.raises(MissingShardError, match=r"model-00003.*is missing"):
         nvflare_lazy.open(sharded)
 
 
@@ -142,6 +142,29 @@ def test_an_index_does_not_lead_to_itself(sharded: Path) -> None:
     write_index(sharded, {"a": INDEX})
     with pytest.raises(UnknownFormatError, match="not a checkpoint"):
         nvflare_lazy.open(sharded)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "\U0001f600" * 100, "loop"], ids=["long", "long in bytes", "loop"])
+def test_a_shard_that_the_system_cannot_open(sharded: Path, name: str) -> None:
+    """A name that is too long, or a link to itself, is an error of the checkpoint and not one of the system."""
+    (sharded / "loop").symlink_to("loop")
+    write_index(sharded, {"a": FIRST, "b": name})
+    with pytest.raises(ShardError, match="which cannot be opened: "):
+        nvflare_lazy.open(sharded)
+
+
+def test_an_index_that_names_its_shards_again_and_again(sharded: Path) -> None:
+    """Each shard is opened once, and the names of the tensors take a small multiple of the index."""
+    for name in (FIRST, "missing.safetensors"):
+        write_index(sharded, {f"{index:x}": name for index in range(4000)})
+        file = sharded / INDEX
+        tracemalloc.start()
+        try:
+            with pytest.raises(MissingShardError):
+                nvflare_lazy.open(sharded)
+            assert tracemalloc.get_traced_memory()[1] < 20 * file.stat().st_size
+        finally:
+            tracemalloc.stop()
 
 
 def test_a_pipe_is_not_waited_for(sharded: Path) -> None:
