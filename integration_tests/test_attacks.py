@@ -29,6 +29,9 @@ from integration_tests.conftest import JobRunner, left_in, records, server_app
 
 GENERATOR = "nvflare.app_common.shareablegenerators.full_model_shareable_generator.FullModelShareableGenerator"
 CONTROLLERS = {
+    "fedavg": "nvflare_lazy.flare.LazyFedAvg",
+    "deployment": "nvflare_lazy.flare.LazyFedAvg",
+    "memory": "nvflare_lazy.flare.LazyFedAvg",
     "sag": "nvflare.app_common.workflows.scatter_and_gather.ScatterAndGather",
     "scaffold": "nvflare_lazy.flare.LazyScaffold",
 }
@@ -68,8 +71,10 @@ class AttackedJob(FLJob):
         config = super().server()
         config["server"]["task_request_interval"] = 0.05
         workflow = config["workflows"][0]
-        # NVFlare ends a job by default if a client reports an error and all clients are required.
-        common = {"task_check_period": 0.02, "ignore_result_error": True, "memory_gc_rounds": 0}
+        common: dict[str, Any] = {"task_check_period": 0.02, "memory_gc_rounds": 0}
+        if self.workflow not in CONTROLLERS or self.workflow == "sag":
+            # By default, NVFlare's controllers end the job if a client reports an error and all clients are required.
+            common["ignore_result_error"] = True
         workflow["args"] |= common
         workflow["path"] = CONTROLLERS.get(self.workflow, workflow["path"])
         if self.workflow == "sag":

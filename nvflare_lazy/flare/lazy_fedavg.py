@@ -29,6 +29,8 @@ class LazyFedAvg(FedAvg):
         wait_time_after_min_received: Seconds to wait for further results after `min_responses`.
         task_timeout: Seconds after which a round continues with the results it has. Default: 0, no limit.
         aggregator: The aggregator. Default: `LazyAggregator()`.
+        ignore_result_error: Whether a round continues without a client whose task failed. Default: True. With None,
+            NVFlare's default, such a client ends the job if all results are required.
 
     If the persistor has a `checkpoint_dir`, the job resumes after the last complete round in it. `num_rounds` counts
     from the first start, so a restarted job runs the same number of rounds in total.
@@ -50,6 +52,7 @@ class LazyFedAvg(FedAvg):
         aggregator: ModelAggregator | None = None,
         exclude_vars: str | None = None,
         aggregation_weights: dict[str, float] | None = None,
+        ignore_result_error: bool | None = True,
         enable_tensor_disk_offload: bool = True,
         memory_gc_rounds: int = 1,
         **kwargs: Any,
@@ -67,6 +70,7 @@ class LazyFedAvg(FedAvg):
             aggregator=aggregator,
             exclude_vars=exclude_vars,
             aggregation_weights=aggregation_weights,
+            ignore_result_error=ignore_result_error,
             enable_tensor_disk_offload=enable_tensor_disk_offload,
             memory_gc_rounds=memory_gc_rounds,
             **kwargs,

@@ -37,6 +37,7 @@ class LazyScaffold(Scaffold):
 
     Args:
         memory_budget: Memory for aggregation. Default: that of `TensorOffload`.
+        ignore_result_error: Whether a round continues without a client whose task failed. Default: True.
 
     Example:
         >>> {"id": "controller", "path": "nvflare_lazy.flare.LazyScaffold", "args": {"num_clients": 4}}
@@ -46,10 +47,16 @@ class LazyScaffold(Scaffold):
         self,
         *args: Any,
         memory_budget: int | str | None = None,
+        ignore_result_error: bool | None = True,
         enable_tensor_disk_offload: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, enable_tensor_disk_offload=enable_tensor_disk_offload, **kwargs)
+        super().__init__(
+            *args,
+            ignore_result_error=ignore_result_error,
+            enable_tensor_disk_offload=enable_tensor_disk_offload,
+            **kwargs,
+        )
         self.memory_budget = memory_budget
         self._aggregator = LazyAggregator(memory_budget=memory_budget)
         self._update = ModelUpdate(None)
