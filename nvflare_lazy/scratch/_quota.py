@@ -93,13 +93,19 @@ class Quota:
             self._peak = max(self._peak, self._used)
             self._written = CHECK_INTERVAL_BYTES  # the last check of the disk has not seen them
 
-    def record_written(self, nbytes: int) -> None:
-        """Count held bytes as written; check the disk from time to time, and raise when it fills up."""
+    def record_written(self, nbytes: int, pending: int) -> None:
+        """Count held bytes as written; check the disk from time to time, and raise when it fills up.
+
+        Args:
+            nbytes: Bytes that a download has written.
+            pending: Bytes that the same download is going to write. Those of others do not end it: they may have
+                stalled, and fail themselves if the disk has no room for them.
+        """
         with self._lock:
             self._pending -= nbytes
             self._written += nbytes
             if self._written >= CHECK_INTERVAL_BYTES:
-                self._check_room(0)
+                self._check_room(0, pending)
 
     def release(self, used: int, pending: int) -> None:
         """Release bytes; safe to call from a finalizer."""
@@ -120,19 +126,21 @@ class Quota:
                 f"({format_size(self._used)} used); raise the quota, or check which client sends oversized results"
             )
 
-    def _check_room(self, nbytes: int) -> None:
-        needed = self._pending + nbytes + self.min_free
+    def _check_room(self, nbytes: int, own_pending: int | None = None) -> None:
+        """Raise if the disk has no room for more bytes and for pending ones: all of them, or those of one download."""
+        needed = (self._pending if own_pending is None else own_pending) + nbytes + self.min_free
         if self._written + nbytes < CHECK_INTERVAL_BYTES and self._free - self._written >= needed:
             return
         self._check_disk()
-        needed = self._pending + nbytes + self.min_free
+        pending = self._pending if own_pending is None else own_pending
+        needed = pending + nbytes + self.min_free
         if self._free < needed and self.recycled_files is not None:
             self.recycled_files.remove(needed - self._free)
             self._check_disk()
         if self._free < needed:
             raise DiskFullError(
                 f"{self.directory} has {format_size(self._free)} free, too little for {format_size(nbytes)} more, "
-                f"{format_size(self._pending)} already reserved and {format_size(self.min_free)} of min_free; "
+                f"{format_size(pending)} already reserved and {format_size(self.min_free)} of min_free; "
                 "free some space, choose a scratch root on a larger disk, or lower min_free"
             )
 
@@ -200,7 +208,8 @@ class QuotaReservation:
             if self._closed:
                 return
             self._pending -= nbytes
-        self._quota.record_written(nbytes)
+            pending = self._pending
+        self._quota.record_written(nbytes, pending)
 
     def release_unused(self, nbytes: int, pending: int) -> None:
         """Release bytes that a file did not need; `pending` of the file's bytes are not going to be written."""

@@ -296,9 +296,23 @@ def test_guard_sees_other_programs(disk):
     space = _quota.Quota("/place", None, 10_000_000)
     space.reserve(80_000_000)
     disk.free = 40_000_000
-    space.record_written(_quota.CHECK_INTERVAL_BYTES // 2)
+    space.record_written(_quota.CHECK_INTERVAL_BYTES // 2, 70_000_000)
     with pytest.raises(DiskFullError):
-        space.record_written(_quota.CHECK_INTERVAL_BYTES // 2)
+        space.record_written(_quota.CHECK_INTERVAL_BYTES // 2, 60_000_000)
+
+
+def test_download_that_stalls_does_not_end_another(root, disk):
+    """A disk that other programs fill has room for one of two downloads: the one that writes gets it."""
+    with JobScratch.open(root, job="job", min_free=0) as job:
+        stalled, honest = job.download("of site-1", reserve=60_000_000), job.download("of site-2", reserve=20_000_000)
+        disk.free = 30_000_000
+        file = honest.new_file()
+        for piece in range(20):
+            file.pwrite(bytes(1_000_000), piece * 1_000_000)
+            disk.free -= 1_000_000
+        assert file.finish().size == 20_000_000
+        with pytest.raises(DiskFullError, match="already reserved"):
+            write_without_end(stalled.new_file(), bytes(1_000_000))
 
 
 def test_guard_looks_now_and_then(disk):
@@ -307,7 +321,7 @@ def test_guard_looks_now_and_then(disk):
     for _ in range(1000):
         space.reserve(50_000)
         disk.free -= 50_000
-        space.record_written(50_000)
+        space.record_written(50_000, 0)
     assert disk.looks <= 2 + 50_000_000 // _quota.CHECK_INTERVAL_BYTES
     disk.free = 0
     with pytest.raises(DiskFullError):
