@@ -331,16 +331,15 @@ class ProgressRelay:
 
     def bytes_received(self, nbytes: int) -> None:
         """Report bytes that did not pass through NVFlare's own loop."""
-        now = time.time()
-        if nbytes > self._bytes and now - self._told >= _PROGRESS_SECONDS:
+        if nbytes > self._bytes and time.monotonic() - self._told >= _PROGRESS_SECONDS:
             self._bytes = nbytes
             event = {"ref_id": self._ref_id, "bytes_done": nbytes, "items_done": None, "state": "active"}
-            self._report({**event, "timestamp": now})
+            self._report({**event, "timestamp": time.time()})
 
     def _report(self, event: dict[str, Any]) -> None:
         with self._lock:
             self._sequence += 1
-            self._told = time.time()
+            self._told = time.monotonic()
             try:
                 self._callback(**{**event, "sequence": self._sequence})
             except Exception as error:
