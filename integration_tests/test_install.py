@@ -17,14 +17,24 @@ import torch
 import nvflare_lazy
 from benchmarks.fl_job import MIB, FLJob, RunResult, run_in_simulator
 from benchmarks.fl_job.poc import run_in_poc
-from integration_tests.conftest import JobRunner, in_deployment, left_in, server_app
+from integration_tests.conftest import JobRunner, in_deployment, server_app
 from integration_tests.expected import next_global, start, ulps
-from nvflare_lazy.scratch import reclaim
+from tests.scratch.conftest import wait_until_empty
 
 HERE = Path(__file__).parent
 TRAINER = HERE / "measured_trainer.py"
+LINGERING = HERE / "lingering_trainer.py"
 WITNESS = HERE / "witnesses" / "witness.py"
 MODEL_MIB = 256
+
+
+class JobOfKilledTrainers(FLJob):
+    """The clients do not wait long for their trainers to end."""
+
+    def client(self) -> dict[str, Any]:
+        config = super().client()
+        config["executors"][0]["executor"]["args"] |= {"shutdown_timeout": 0.2, "stop_grace_period": 0.5}
+        return config
 
 
 class JobWithOneLineInTheScript(FLJob):
@@ -71,10 +81,17 @@ def test_a_script_in_the_clients_process_says_it_for_the_process(run_job: JobRun
     result = run_job(job, environment=environment(job, seen))
     assert [note["types"] for note in notes(seen)[job.clients :]] == [["LazyTensor"]] * job.clients * 2
     check(result, nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors"))
-    # The simulator kills its clients' processes.
-    scratch = result.workspace.parent / "scratch"
-    reclaim(scratch)
-    assert not left_in(scratch)
+    # The simulator ends its clients' processes by a signal.
+    wait_until_empty(result.workspace.parent / "scratch")
+
+
+def test_trainers_that_nvflare_ends_by_signals_leave_nothing(run_job: JobRunner):
+    """A job completes, and its external trainers do not end: SIGTERM ends the one, and only SIGKILL the other."""
+    result = run_job(JobOfKilledTrainers(mode="level-2", model_mib=16, tensors=8, external=True, trainer=LINGERING))
+    assert result.output.count("terminating trainer process group") == 2
+    assert result.output.count("survived SIGTERM grace; killing") == 1
+    wait_until_empty(result.workspace.parent / "scratch")
+    check(result, nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors"))
 
 
 @in_deployment
@@ -98,5 +115,4 @@ def test_the_environment_says_it_for_jobs_that_know_nothing_of_it(tmp_path: Path
     assert [note["types"] for note in notes(seen)] == every
     assert [note["types"] for note in notes(received)] == every
     check(result, torch.load(server_app(result) / "FL_global_model.pt")["model"])
-    reclaim(tmp_path / "scratch")
-    assert not left_in(tmp_path / "scratch")
+    wait_until_empty(tmp_path / "scratch")

@@ -98,6 +98,7 @@ def _normalized(requirement: str) -> str:
 #: tensors/test_processes.py (twice) and tensors/test_parallel_read.py.
 PROCESS_WIDE_STATE = {
     "transport.offload.runtime",
+    "scratch._cleanup_process.cleanup_process",
     "scratch._system._private",
     "tensors.entry._publishing",
     "tensors.lazy_tensor._loads",

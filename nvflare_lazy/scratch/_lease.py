@@ -17,6 +17,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -25,8 +26,8 @@ from pathlib import Path
 from nvflare_lazy.errors import ScratchError
 from nvflare_lazy.scratch._system import close_private, keep_private, to_scratch_error
 
-JOB_DIRECTORY = re.compile(r"job-[0-9a-f]{16}")
-LEASE_FILE = re.compile(r"(job-[0-9a-f]{16})\.lease")
+#: A job's directory or its lease file.
+LEASED = re.compile(r"(job-[0-9a-f]{16})(\.lease)?")
 UNFINISHED_LEASE = re.compile(r"(job-[0-9a-f]{16})\.lease\.new")
 _MAX_RECORD_LEN = 1 << 16
 _MAX_JOB_NAME_LEN = 200
@@ -66,9 +67,13 @@ def has_name(fd: int, name: str, *, dir_fd: int) -> bool:
 
 
 def open_lease(file_name: str, *, dir_fd: int) -> int:
-    """Open the lease file of another owner."""
+    """Open the lease file of another owner; raise OSError if it is not a regular file."""
     # For writing, which locks on network file systems need; not blocking, in case it is a pipe.
-    return os.open(file_name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    fd = os.open(file_name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "not a regular file", file_name)
 
 
 def read_record(fd: int) -> OwnerRecord | None:
@@ -118,7 +123,11 @@ class Lease:
                 os.close(fd)
                 return False
             os.pwrite(fd, record, 0)
-            os.rename(new, f"{self.name}.lease", src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
+            try:
+                os.rename(new, f"{self.name}.lease", src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
+            except FileNotFoundError:  # without locks, a process whose clock differs took it for an abandoned one
+                os.close(fd)
+                return False
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(new, dir_fd=self._root_fd)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import format_size
 from nvflare_lazy.scratch._lease import (
-    JOB_DIRECTORY,
-    LEASE_FILE,
+    LEASED,
     UNFINISHED_LEASE,
     Lock,
     OwnerRecord,
@@ -28,10 +27,11 @@ from nvflare_lazy.scratch._lease import (
     read_record,
     try_lock,
 )
-from nvflare_lazy.scratch._system import open_directory, remove_tree, tree_size
+from nvflare_lazy.scratch._system import open_directory, remove_tree, to_scratch_error, tree_size
 from nvflare_lazy.scratch.root import find_root, open_root
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def list_scratch(root: str | os.PathLike[str] | None = None) -> list[LeaseInfo]:
         return []
     leases = []
     with _open_root(directory) as root_fd:
-        for name in _list_jobs(root_fd):
+        for name in _names(root_fd, directory, LEASED):
             with _inspect_lease(root_fd, directory, name, exclusive=False) as lease:
                 if lease:
                     leases.append(replace(lease, nbytes=tree_size(name, dir_fd=root_fd)))
@@ -94,7 +94,7 @@ def reclaim(root: str | os.PathLike[str] | None = None, *, include_other_hosts: 
         return []
     reclaimed = []
     with _open_root(directory) as root_fd:
-        for name in _list_jobs(root_fd):
+        for name in _names(root_fd, directory, LEASED):
             try:
                 lease = _reclaim_one(root_fd, directory, name, include_other_hosts=include_other_hosts)
             except OSError as error:
@@ -103,7 +103,7 @@ def reclaim(root: str | os.PathLike[str] | None = None, *, include_other_hosts: 
             if lease:
                 logger.info("reclaimed %s", lease)
                 reclaimed.append(lease)
-        _remove_unfinished_leases(root_fd)
+        _remove_unfinished_leases(root_fd, directory)
     return reclaimed
 
 
@@ -116,11 +116,13 @@ def _open_root(directory: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _list_jobs(root_fd: int) -> list[str]:
-    """Return the names of all jobs that have a lease or a directory; anything else in the root is not ours."""
-    names = os.listdir(root_fd)
-    leased = {match[1] for name in names if (match := LEASE_FILE.fullmatch(name))}
-    return sorted(leased.union(name for name in names if JOB_DIRECTORY.fullmatch(name)))
+def _names(root_fd: int, root: Path, pattern: re.Pattern[str]) -> list[str]:
+    """Return the names of all jobs that have an entry of a pattern in the root; anything else there is not ours."""
+    try:
+        with os.scandir(root_fd) as entries:
+            return sorted({match[1] for entry in entries if (match := pattern.fullmatch(entry.name))})
+    except OSError as error:
+        raise to_scratch_error(error, "list the scratch root", root) from error
 
 
 def _reclaim_one(root_fd: int, root: Path, name: str, *, include_other_hosts: bool) -> LeaseInfo | None:
@@ -199,11 +201,10 @@ def _liveness(record: OwnerRecord | None, lock: Lock) -> tuple[bool | None, str]
     return False, f"{status.value}, and no process holds its lock"
 
 
-def _remove_unfinished_leases(root_fd: int) -> None:
+def _remove_unfinished_leases(root_fd: int, root: Path) -> None:
     """Remove lease files of processes that ended before they finished them."""
-    for name in os.listdir(root_fd):
-        if not UNFINISHED_LEASE.fullmatch(name):
-            continue
+    for job in _names(root_fd, root, UNFINISHED_LEASE):
+        name = f"{job}.lease.new"
         with contextlib.suppress(OSError), contextlib.ExitStack() as held:
             fd = _try_open(held, open_lease, name, root_fd)
             if fd is None:

@@ -16,10 +16,11 @@ import stat
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from nvflare_lazy.scratch._system import make_private_directory, open_directory
+from nvflare_lazy.scratch._system import make_private_directory, opened_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
+    from contextlib import AbstractContextManager
 
 _NAME = "recycled"
 # Creating a smaller file is as fast.
@@ -54,7 +55,7 @@ class RecycledFiles:
         """Keep those of these files of a directory that are not open, in any process, and have no other name."""
         if self._closed:
             return
-        with contextlib.suppress(OSError), self._opened(directory) as fd:
+        with contextlib.suppress(OSError), opened_directory(directory, dir_fd=self._job_fd) as fd:
             for name in names:
                 self._keep(name, fd)
 
@@ -68,7 +69,7 @@ class RecycledFiles:
                 file = _RecycledFile(secrets.token_hex(8), nbytes)
                 with contextlib.suppress(FileExistsError):
                     os.close(make_private_directory(_NAME, dir_fd=self._job_fd))
-                with self._opened(_NAME) as own:
+                with self._opened() as own:
                     os.rename(name, file.name, src_dir_fd=dir_fd, dst_dir_fd=own)
                 self.files.append(file)
         finally:
@@ -77,7 +78,7 @@ class RecycledFiles:
     def take(self, name: str, dir_fd: int) -> int | None:
         """Give a file another name and return it open, with its old bytes; None if there is none."""
         while self.files:
-            with contextlib.suppress(IndexError, FileNotFoundError), self._opened(_NAME) as own:
+            with contextlib.suppress(IndexError, FileNotFoundError), self._opened() as own:
                 os.rename(self.files.pop().name, name, src_dir_fd=own, dst_dir_fd=dir_fd)
                 return os.open(name, _OPEN, dir_fd=dir_fd)
         return None
@@ -85,7 +86,7 @@ class RecycledFiles:
     def remove(self, nbytes: int) -> None:
         """Remove files, the oldest first, until `nbytes` are freed."""
         while nbytes > 0 and self.files:
-            with contextlib.suppress(IndexError, FileNotFoundError), self._opened(_NAME) as own:
+            with contextlib.suppress(IndexError, FileNotFoundError), self._opened() as own:
                 file = self.files.popleft()
                 os.unlink(file.name, dir_fd=own)
                 nbytes -= file.nbytes
@@ -95,13 +96,8 @@ class RecycledFiles:
         self._closed = True
         self.files.clear()
 
-    @contextlib.contextmanager
-    def _opened(self, name: str) -> Iterator[int]:
-        fd = open_directory(name, dir_fd=self._job_fd)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+    def _opened(self) -> AbstractContextManager[int]:
+        return opened_directory(_NAME, dir_fd=self._job_fd)
 
 
 def _is_open_only_here(fd: int) -> bool:

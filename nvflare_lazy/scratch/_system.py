@@ -9,12 +9,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
+from typing import TYPE_CHECKING
 
 from nvflare_lazy.errors import DiskFullError, ScratchDeletedError, ScratchError, ScratchPermissionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Another thread may still be adding entries.
 _MAX_PASSES = 4
+# The files of a download are on the second level.
+_MAX_COUNTED_DEPTH = 16
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _GONE = {errno.ENOENT, errno.ESTALE}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -30,6 +37,16 @@ def open_directory(name: str | os.PathLike[str], *, dir_fd: int | None = None) -
     return os.open(name, _OPEN_DIRECTORY, dir_fd=dir_fd)
 
 
+@contextlib.contextmanager
+def opened_directory(name: str, *, dir_fd: int) -> Iterator[int]:
+    """Open a directory itself for the time of a block."""
+    fd = open_directory(name, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def make_private_directory(name: str, *, dir_fd: int) -> int:
     """Create a directory for this user only, whatever the umask; return it open."""
     os.mkdir(name, 0o700, dir_fd=dir_fd)
@@ -40,53 +57,114 @@ def make_private_directory(name: str, *, dir_fd: int) -> int:
 
 
 def remove_tree(name: str, *, dir_fd: int) -> None:
-    """Remove a directory and everything in it.
+    """Remove a directory and everything in it, of any depth and any number of entries.
 
-    Missing entries are no error, so any number of processes may remove the same tree at the same time. `os.fwalk`
-    works on descriptors and follows no links; `shutil.rmtree` accepts `dir_fd` only since Python 3.11.
+    Missing entries are no error, so any number of processes may remove the same tree at the same time. An entry that
+    cannot be removed does not keep the others, and a mounted file system is such an entry.
     """
-    for attempt in range(_MAX_PASSES):
+    for _ in range(_MAX_PASSES):
         try:
-            # It skips directories that it cannot read: their creator ended before it set their mode, so they are empty.
-            for _, directories, files, fd in os.fwalk(name, topdown=False, dir_fd=dir_fd):
-                for child in files:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(child, dir_fd=fd)
-                for child in directories:
-                    _remove_directory(child, fd)
-            os.rmdir(name, dir_fd=dir_fd)
+            with opened_directory(name, dir_fd=dir_fd) as top:
+                _check_mount(name, top, dir_fd)
+                _remove_entries(top)
         except FileNotFoundError:
             return
         except PermissionError:
-            with contextlib.suppress(OSError):
-                os.rmdir(name, dir_fd=dir_fd)
-                return
-            raise
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or attempt == _MAX_PASSES - 1:
+            # Its creator may have ended before it set the mode; then it is empty.
+            if not _remove_empty(name, dir_fd):
                 raise
-        else:
             return
+        if _remove_empty(name, dir_fd):
+            return
+    raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), name)
 
 
-def tree_size(name: str, *, dir_fd: int) -> int:
-    """Return the size of all files below a directory; files that are removed meanwhile are not counted."""
+def tree_size(name: str, *, dir_fd: int, depth: int = _MAX_COUNTED_DEPTH) -> int:
+    """Return the size of all files below a directory; files that are removed meanwhile are not counted.
+
+    Mounted file systems are not counted, and neither are directories that are deeper than those of this package.
+    """
     size = 0
-    with contextlib.suppress(OSError):
-        for _, _, files, fd in os.fwalk(name, dir_fd=dir_fd):
-            for child in files:
-                with contextlib.suppress(OSError):
-                    size += os.stat(child, dir_fd=fd, follow_symlinks=False).st_size
+    with contextlib.suppress(OSError), opened_directory(name, dir_fd=dir_fd) as fd, os.scandir(fd) as entries:
+        _check_mount(name, fd, dir_fd)
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if not entry.is_dir(follow_symlinks=False):
+                    size += entry.stat(follow_symlinks=False).st_size
+                elif depth:
+                    size += tree_size(entry.name, dir_fd=fd, depth=depth - 1)
     return size
 
 
-def _remove_directory(name: str, dir_fd: int) -> None:
+def _remove_entries(top: int) -> None:
+    """Remove everything in an open directory.
+
+    A directory in a directory is moved to the top before its entries are removed. So there is neither a recursion nor
+    a long path, and two directories are open at a time.
+    """
+    failure: OSError | None = None
+    moved = True
+    while moved:
+        moved, failure = False, None
+        with os.scandir(top) as entries:
+            for entry in entries:
+                try:
+                    if not _remove_entry(entry, top):
+                        moved |= _move_directories(entry.name, top)
+                        os.rmdir(entry.name, dir_fd=top)
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    failure = error
+    if failure is not None:
+        raise failure
+
+
+def _move_directories(name: str, top: int) -> bool:
+    """Remove all entries of a directory but directories that are not empty, which are moved to `top`; False if none."""
+    moved = False
+    with opened_directory(name, dir_fd=top) as fd, os.scandir(fd) as entries:
+        _check_mount(name, fd, top)
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                if not _remove_entry(entry, fd):
+                    os.rename(entry.name, secrets.token_hex(8), src_dir_fd=fd, dst_dir_fd=top)
+                    moved = True
+    return moved
+
+
+def _remove_entry(entry: os.DirEntry[str], dir_fd: int) -> bool:
+    """Remove an entry of a directory; False if it is a directory that is not empty."""
+    if entry.is_dir(follow_symlinks=False):
+        return _remove_empty(entry.name, dir_fd)
+    os.unlink(entry.name, dir_fd=dir_fd)
+    return True
+
+
+def _remove_empty(name: str, dir_fd: int) -> bool:
+    """Remove a directory if it is empty; False if it is not."""
     try:
         os.rmdir(name, dir_fd=dir_fd)
     except FileNotFoundError:
         pass
-    except NotADirectoryError:  # a link to one
-        os.unlink(name, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
+
+
+def _check_mount(name: str, fd: int, dir_fd: int) -> None:
+    """Raise OSError if another file system, or another part of the same one, is mounted on a directory."""
+    if _mount_id(fd) != _mount_id(dir_fd):
+        raise OSError(errno.EBUSY, "a file system is mounted there", name)
+
+
+def _mount_id(fd: int) -> str | int:
+    """Return which mount an open directory is in, as the kernel numbers them, else the device."""
+    with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{fd}") as lines:
+        return next((line for line in lines if line.startswith("mnt_id:")), os.fstat(fd).st_dev)
+    return os.fstat(fd).st_dev
 
 
 def keep_private(fd: int) -> int:

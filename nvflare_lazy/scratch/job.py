@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import parse_size
 from nvflare_lazy.errors import ScratchDeletedError, ScratchError, ScratchReleasedError
+from nvflare_lazy.scratch._cleanup_process import cleanup_process
 from nvflare_lazy.scratch._lease import Lease, try_lock
 from nvflare_lazy.scratch._quota import Quota, QuotaReservation, min_free_bytes
 from nvflare_lazy.scratch._reclaim import reclaim
@@ -219,6 +220,7 @@ class JobDirectory:
                 root,
             )
         self.path = root / self._lease.name
+        cleanup_process.add(os.fspath(self.path))
         try:
             self._fd = keep_private(make_private_directory(self._lease.name, dir_fd=self._root_fd))
             # A second proof that the owner runs, in case another program deletes the lease file. It also keeps
@@ -227,7 +229,7 @@ class JobDirectory:
             self._recycled_files = RecycledFiles(self._fd) if recycles else None
             quota.recycled_files = self._recycled_files
         except BaseException as error:
-            self._lease.release()
+            self._release_lease()
             close_private(self._root_fd)
             if isinstance(error, OSError):
                 raise to_scratch_error(error, "make a directory for a job in", root) from error
@@ -281,9 +283,13 @@ class JobDirectory:
             logger.warning("cannot remove %s: %s; a later start will", self.path, error)
             self._lease.abandon()
         else:
-            self._lease.release()
+            self._release_lease()
         finally:
             with contextlib.suppress(OSError):
                 close_private(self._fd)
                 close_private(self._root_fd)
             self._removed.set()
+
+    def _release_lease(self) -> None:
+        self._lease.release()
+        cleanup_process.discard(os.fspath(self.path))

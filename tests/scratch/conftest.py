@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -146,3 +147,11 @@ def bytes_of(file: TensorFile) -> bytes:
 def names(directory: Path) -> list[str]:
     """Everything in a directory, by name."""
     return sorted(os.listdir(directory))
+
+
+def wait_until_empty(root: Path) -> None:
+    """Wait until another process has removed what a killed process left in a scratch root."""
+    deadline = time.monotonic() + 120
+    while names(root) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert names(root) == []

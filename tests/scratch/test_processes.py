@@ -11,6 +11,12 @@ import pytest
 from nvflare_lazy.scratch import JobScratch, list_scratch, reclaim
 from tests.scratch.conftest import names
 
+# As if the machine had failed, or a container had ended with all its processes.
+WITHOUT_CLEANUP = """
+from nvflare_lazy.scratch._cleanup_process import cleanup_process
+
+cleanup_process.add = lambda path: None
+"""
 OWNER = """
 import sys
 from nvflare_lazy.scratch import JobScratch
@@ -30,7 +36,7 @@ sys.stdin.readline()
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_killed_owner_is_reclaimed_at_the_next_start(start_child, root, how, caplog):
     """`kill -9` in the middle of a download leaves a directory that the next start removes; SIGTERM does no worse."""
-    child = start_child(OWNER, root, 1)
+    child = start_child(WITHOUT_CLEANUP + OWNER, root, 1)
     path = child.says()
     child.kill(how)
     assert os.path.exists(path)
@@ -67,7 +73,7 @@ print(",".join(one.job for one in reclaim(sys.argv[1])), flush=True)
 
 def test_processes_that_reclaim_at_once(start_child, root):
     """Each dead directory is reclaimed by exactly one of them, and none of them fails."""
-    owner = start_child(OWNER, root, 30)
+    owner = start_child(WITHOUT_CLEANUP + OWNER, root, 30)
     owner.says()
     owner.kill(signal.SIGKILL)
     reclaimers = [start_child(RECLAIMER, root) for _ in range(4)]
@@ -176,7 +182,7 @@ os._exit(0)
 
 def test_forked_child_does_not_keep_its_parent_alive(start_child, root):
     """Children share their parent's locks; one that outlives it must not make its scratch look alive."""
-    parent = start_child(SURVIVED_BY_A_CHILD, root)
+    parent = start_child(WITHOUT_CLEANUP + SURVIVED_BY_A_CHILD, root)
     assert int(parent.says()) == parent.pid
     assert reclaim(root) == []
     parent.kill(signal.SIGKILL)
