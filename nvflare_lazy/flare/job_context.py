@@ -1,27 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookup of the package's components, and of the global model, in NVFlare's context of a job."""
+"""Lookup of the package's components, the global model and the aggregation of a job, in NVFlare's context."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvflare.apis.client import Client
+from nvflare.apis.dxo import DataKind
 from nvflare.apis.fl_constant import FLContextKey, ServerCommandKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.model import ModelLearnableKey
+from nvflare.app_common.aggregators.intime_accumulate_model_aggregator import InTimeAccumulateWeightedAggregator
 from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.workflows.fedavg import FedAvg
+from nvflare.app_common.workflows.scaffold import Scaffold
 
 from nvflare_lazy.transport import offload
 
 if TYPE_CHECKING:
+    from nvflare_lazy.aggregation import ParamsType
     from nvflare_lazy.flare.lazy_model_persistor import LazyModelPersistor
     from nvflare_lazy.flare.round_log import RoundLog
     from nvflare_lazy.flare.tensor_offload import TensorOffload
 
 _PERSISTOR = "nvflare_lazy.persistor"
 _OFFLOAD = "nvflare_lazy.offload"
+_KIND_OF_DATA: dict[str, ParamsType] = {DataKind.WEIGHTS: "FULL", DataKind.WEIGHT_DIFF: "DIFF"}
 
 
 def set_persistor(fl_ctx: FLContext, persistor: LazyModelPersistor) -> None:
@@ -72,6 +80,59 @@ def sender_of(fl_ctx: FLContext) -> str | None:
     client = message.get_header(ServerCommandKey.FL_CLIENT) if isinstance(message, Shareable) else None
     name: str | None = client.name if isinstance(client, Client) else peer.get_identity_name(default=None)
     return name
+
+
+def kind_of_data(data_kind: object) -> ParamsType | None:
+    """Return whether NVFlare's kind of data is a model or a difference, or None if it is neither."""
+    return _KIND_OF_DATA.get(data_kind) if isinstance(data_kind, str) else None
+
+
+@dataclass(frozen=True)
+class RunningAggregation:
+    """The aggregation of the workflow that runs, as far as it is known.
+
+    Attributes:
+        exclude: Tensors whose names match are excluded by the controller or its aggregator.
+        by_nvflare: Whether it is NVFlare's own weighted mean, which adds each result when it arrives.
+        first_kind_wins: Whether the first result of a round decides for NVFlare what the others are.
+        params_type: "FULL" or "DIFF" if the aggregator expects one of them.
+        ignores_zero_steps: Whether a result of 0 steps has the weight 0, which the mean may divide by.
+        has_controls: Whether it is NVFlare's SCAFFOLD, which also averages control variates, and ends the job if a
+            result is empty.
+    """
+
+    exclude: re.Pattern[str] | None = None
+    by_nvflare: bool = False
+    first_kind_wins: bool = False
+    params_type: ParamsType | None = None
+    ignores_zero_steps: bool = False
+    has_controls: bool = False
+
+
+def running_aggregation(fl_ctx: FLContext) -> RunningAggregation:
+    """Return what is known about the aggregation of the workflow that runs."""
+    workflow = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "current_wf", None)
+    controller = getattr(workflow, "controller", None)
+    aggregator: Any = getattr(controller, "aggregator", None)
+    exclude: Any
+    if type(aggregator) is InTimeAccumulateWeightedAggregator:
+        exclude, kinds = (_of_single_dxo(found) for found in (aggregator.exclude_vars, aggregator.expected_data_kind))
+        kind = kind_of_data(kinds)
+        return RunningAggregation(_pattern(exclude), kind is not None, params_type=kind, ignores_zero_steps=True)
+    if isinstance(controller, (FedAvg, Scaffold)) and aggregator is None:
+        exclude = getattr(controller, "exclude_vars", None)
+        has_controls = isinstance(controller, Scaffold)
+        return RunningAggregation(_pattern(exclude), True, first_kind_wins=True, has_controls=has_controls)
+    return RunningAggregation(_pattern(getattr(aggregator, "exclude_vars", None)))
+
+
+def _of_single_dxo(setting: Any) -> Any:
+    # NVFlare's aggregator keeps settings for collections; those of a single one have the name "".
+    return setting.get("") if isinstance(setting, dict) else setting
+
+
+def _pattern(exclude: Any) -> re.Pattern[str] | None:
+    return re.compile(exclude) if isinstance(exclude, str) and exclude else None
 
 
 def release_scratch(fl_ctx: FLContext) -> None:

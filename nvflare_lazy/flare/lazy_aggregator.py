@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from nvflare.apis.dxo import DXO, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
@@ -20,18 +21,28 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 from nvflare.app_common.aggregators.weighted_aggregation_helper import AggregationStatsKey
 from nvflare.app_common.app_constant import AppConstants
-from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.base_fedavg import make_fedavg_metrics_aggregation_info
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.aggregation import Aggregation, AggregationReport
 from nvflare_lazy.aggregation import ParamsType as ParamsKind
 from nvflare_lazy.errors import NothingToAggregateError, ResultMismatchError, TooFewResultsError
 from nvflare_lazy.flare import job_context
+from nvflare_lazy.flare.accepted_result import (
+    Expectation,
+    RoundResults,
+    accept_result,
+    check_params_type,
+    client_of,
+    described,
+    majority_kind,
+    odd_kind,
+    shown,
+)
 from nvflare_lazy.flare.apply_update import ModelUpdate
 from nvflare_lazy.flare.model_output import ModelOutput
-from nvflare_lazy.flare.result_validation import CLIENT_NAME, RoundResults, client_of
 from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET
-from nvflare_lazy.flare.weights import as_weights, holds_arrays, is_lazy
+from nvflare_lazy.flare.weights import as_weights
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.transport.registration import register
 
@@ -65,6 +76,8 @@ class LazyAggregator(ModelAggregator):
         min_results: The number of usable results that a round requires.
         on_too_few: "fail", or "skip" the round, which leaves the global model unchanged.
         server_optimizer: An optimizer that updates the global model; see `ModelUpdate`.
+        params_type: The kind of results: "FULL" for models, "DIFF" for differences. Default: the kind of most results
+            of a round.
 
     Example:
         >>> {"path": "nvflare_lazy.flare.LazyAggregator", "args": {"rule": "krum", "rule_args": {"num_byzantine": 1}}}
@@ -81,8 +94,10 @@ class LazyAggregator(ModelAggregator):
         min_results: int = 1,
         on_too_few: OnTooFew = "fail",
         server_optimizer: dict[str, Any] | None = None,
+        params_type: ParamsKind | None = None,
     ) -> None:
         super().__init__()
+        check_params_type(params_type)
         if on_too_few not in ("fail", "skip"):
             raise ValueError(f"on_too_few must be 'fail' or 'skip', got {on_too_few!r}")
         self.rule = rule
@@ -94,10 +109,13 @@ class LazyAggregator(ModelAggregator):
         self.min_results = min_results
         self.on_too_few = on_too_few
         self.server_optimizer = server_optimizer
+        self.params_type = params_type
         # Raises on invalid arguments now rather than at the end of the first round.
         self._aggregation("FULL")
+        self._exclude = re.compile(exclude_vars) if exclude_vars else None
         self._update = ModelUpdate(server_optimizer)
         self._round = RoundResults(aggregation_weights or {})
+        self._previous_kind: ParamsKind | None = None
         self._logged_once = False
         register()
 
@@ -116,16 +134,19 @@ class LazyAggregator(ModelAggregator):
             Whether it is taken. An error, which is what FedAvg wants to have, would end the task for all clients.
         """
         self.fl_ctx = fl_ctx
-        client = job_context.sender_of(fl_ctx) or AppConstants.CLIENT_UNKNOWN
-        task_round = shareable.get_cookie(AppConstants.CONTRIBUTION_ROUND)
-        if task_round is not None and task_round != self._round_number():
-            # Not a reason to leave out the one that may still come.
-            self.warning(f"Round {self._round_number()}: ignored a late result of {client} for round {task_round}")
-            return False
-        model = FLModelUtils.from_shareable(shareable, fl_ctx)
-        model.meta = {**(model.meta or {}), CLIENT_NAME: client}
+        client = job_context.sender_of(fl_ctx) or str(AppConstants.CLIENT_UNKNOWN)
         try:
-            self.accept_model(model)
+            late = _late_round(shareable, self._round_number())
+            if late is not None:
+                # Not a reason to leave out the one that may still come.
+                self.warning(f"Round {self._round_number()}: ignored a late result of {shown(client)} for round {late}")
+                return False
+            dxo = from_shareable(shareable)
+        except Exception as error:
+            self._skip(client, f"the result of {shown(client)} is invalid: {quoted(str(error))}")
+            return False
+        try:
+            self._take(client, dxo)
         except ResultMismatchError:
             return False
         return True
@@ -136,11 +157,28 @@ class LazyAggregator(ModelAggregator):
         Raises:
             ResultMismatchError: If it cannot be used; the round goes on without it.
         """
+        self._take(client_of(model), model)
+
+    def expected(self) -> Expectation:
+        """Return the properties that results of the round must have."""
+        return Expectation(job_context.global_weights(self.fl_ctx), self._exclude, self.params_type)
+
+    def _take(self, client: str, stated: FLModel | DXO) -> None:
+        if client in self._round.results:
+            error = f"{shown(client)} sent a second result for this round; the first one is used"
+            self.warning(f"Round {self._round_number()}: skipped the result of {shown(client)}: {error}")
+            raise ResultMismatchError(error)
         try:
-            self._round.take(model, job_context.global_weights(self.fl_ctx))
+            result = accept_result(client, stated, self.expected())
         except ResultMismatchError as error:
-            self._skip(client_of(model), str(error))
+            self._skip(client, str(error))
             raise
+        if result.dropped_metrics:
+            self.warning(
+                f"Round {self._round_number()}: ignored metrics of {shown(client)} that are not finite numbers: "
+                f"{result.dropped_metrics}"
+            )
+        self._round.add(result, stated.data if isinstance(stated, DXO) else stated.params)
 
     def aggregate_model(self) -> FLModel:
         """Combine the results of the round and let go of them."""
@@ -168,22 +206,12 @@ class LazyAggregator(ModelAggregator):
 
     def _combine(self) -> tuple[AggregationReport, FLModel]:
         results = self._round
-        kind: ParamsKind = "DIFF" if results.params_type == ParamsType.DIFF else "FULL"
-        params = results.params
-        self._warn_if_in_memory(params)
-        numpy = any(holds_arrays(tensors) for tensors in params.values())
+        kind = self._kind_of_round()
+        self._warn_if_in_memory()
         base = job_context.global_weights(self.fl_ctx)
-        output = ModelOutput.of(self.fl_ctx, max(params.values(), key=len, default={}))
-        try:
-            result = self._aggregation(kind).run(
-                params, output.path, weights=results.weights, reference=base, should_cancel=self._cancelled
-            )
-        except NothingToAggregateError as error:
-            raise TooFewResultsError(f"round {self._round_number()} has no usable results: {error}") from error
-        tensors = output.finish(result.tensors)
-        for client, reason in result.report.skipped.items():
-            self._skip(client, str(reason))
-        aggregated = list(result.report.contributors)
+        numpy = results.numpy(base)
+        report, tensors = self._mean(kind, base)
+        aggregated = list(report.contributors)
         if len(aggregated) < self.min_results:
             found = f"round {self._round_number()} has {len(aggregated)} usable results"
             raise TooFewResultsError(f"{found}, and min_results is {self.min_results}")
@@ -191,14 +219,43 @@ class LazyAggregator(ModelAggregator):
             tensors = self._update.apply(
                 base or {}, tensors, kind, self.fl_ctx, self._round_number(), memory_budget=self.budget
             )
-        metrics = results.mean_metrics(aggregated, self._warn_metric)
-        self._publish_stats(params, aggregated, result.report)
-        return result.report, FLModel(
+        self._previous_kind = kind
+        self._publish_stats(aggregated, report)
+        return report, FLModel(
             params=self._named(tensors, base, numpy=numpy),
             params_type=ParamsType.FULL,
-            metrics=metrics,
+            metrics=results.mean_metrics(aggregated),
             meta={AppConstants.METRICS_AGGREGATION_INFO: self._metrics_info(aggregated)},
         )
+
+    def _kind_of_round(self) -> ParamsKind:
+        """Return the kind of the round, and skip the results of the other kind."""
+        results = self._round.results
+        kind = self.params_type or majority_kind((result.kind for result in results.values()), self._previous_kind)
+        for client, result in list(results.items()):
+            if result.kind != kind:
+                self._drop(client, odd_kind(client, result.kind, f"most clients sent {kind}"))
+        return kind
+
+    def _mean(self, kind: ParamsKind, base: Mapping[str, Any] | None) -> tuple[AggregationReport, LazyTensorDict]:
+        """Aggregate the results by the rule, and skip those that fail."""
+        tensors = self._round.tensors
+        output = ModelOutput.of(self.fl_ctx, max(tensors.values(), key=len, default={}))
+        try:
+            result = self._aggregation(kind).run(
+                tensors, output.path, weights=self._round.weights, reference=base, should_cancel=self._cancelled
+            )
+        except NothingToAggregateError as error:
+            raise TooFewResultsError(f"round {self._round_number()} has no usable results: {error}") from error
+        model = output.finish(result.tensors)
+        for client, reason in result.report.skipped.items():
+            self._drop(client, str(reason))
+        return result.report, model
+
+    def _drop(self, client: str, reason: str) -> None:
+        """Skip a result that was accepted."""
+        del self._round.results[client]
+        self._skip(client, reason)
 
     def _aggregation(self, kind: ParamsKind) -> Aggregation:
         return Aggregation(
@@ -230,25 +287,22 @@ class LazyAggregator(ModelAggregator):
         return FLModel(params=dict(job_context.global_weights(self.fl_ctx) or {}), params_type=ParamsType.FULL)
 
     def _skip(self, client: str, reason: str) -> None:
-        self.warning(f"Round {self._round_number()}: skipped the result of {client}: {reason}")
         log = job_context.round_log_of(self.fl_ctx)
-        if log is not None:
-            log.on_skip(client, reason)
+        # `TensorOffload` logs what it rejects, before the empty result arrives here.
+        if log is None or log.on_skip(client, reason):
+            self.warning(f"Round {self._round_number()}: skipped the result of {shown(client)}: {reason}")
 
-    def _warn_if_in_memory(self, params: Mapping[str, Mapping[str, Any]]) -> None:
+    def _warn_if_in_memory(self) -> None:
         """Log once that results take memory because the job has no `TensorOffload`."""
         if self._logged_once or job_context.offload_of(self.fl_ctx) is not None:
             return
-        values = [value for tensors in params.values() for value in tensors.values()]
-        if values and not any(map(is_lazy, values)):
+        results = self._round.results.values()
+        if results and not any(result.on_disk for result in results):
             self._logged_once = True
             self.warning(
                 "Results are kept in memory: no TensorOffload is configured. "
                 "Add nvflare_lazy.flare.TensorOffload to the server's components."
             )
-
-    def _warn_metric(self, name: str, kind: str) -> None:
-        self.warning(f"Metric {name!r} is a {kind}, so it is not averaged.")
 
     def _cancelled(self) -> bool:
         signal = self.fl_ctx.get_run_abort_signal() if self.fl_ctx else None
@@ -268,15 +322,13 @@ class LazyAggregator(ModelAggregator):
         )
         return info
 
-    def _publish_stats(
-        self, params: Mapping[str, Mapping[str, Any]], aggregated: list[str], report: AggregationReport
-    ) -> None:
+    def _publish_stats(self, aggregated: list[str], report: AggregationReport) -> None:
         """Leave the statistics where NVFlare's own aggregation leaves them."""
         if self.fl_ctx is None:
             return
-        excluded = re.compile(self.exclude_vars) if self.exclude_vars else None
-        seen = {name for client in aggregated for name in params[client]}
-        skipped = {name for name in seen if excluded is not None and excluded.search(name)}
+        results = [self._round.results[client] for client in aggregated]
+        skipped = {name for result in results for name in result.excluded}
+        seen = {name for result in results for name in result.tensors} | skipped
         partial = len(report.partial)
         stats = {
             AggregationStatsKey.ROUND: self._round_number(),
@@ -296,3 +348,10 @@ class LazyAggregator(ModelAggregator):
             logger.warning("%s", message)
         else:
             self.log_warning(self.fl_ctx, message, fire_event=False)
+
+
+def _late_round(shareable: Shareable, current: int | None) -> str | None:
+    """Return the round that a result is for, as text, if it is not the current one."""
+    jar = shareable.get_cookie_jar() or {}
+    stated = jar.get(AppConstants.CONTRIBUTION_ROUND)
+    return None if stated is None or (type(stated) is int and stated == current) else described(stated)

@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from nvflare.apis.dxo import DXO, DataKind
+from nvflare.apis.dxo import DXO
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.workflows.cross_site_model_eval import CrossSiteModelEval
 
-from nvflare_lazy.errors import NVFlareLazyError
+from nvflare_lazy._text import quoted
+from nvflare_lazy.errors import ResultMismatchError
+from nvflare_lazy.flare import job_context
+from nvflare_lazy.flare.accepted_result import Expectation, accept_result, described, shown
 from nvflare_lazy.flare.weights import as_weights, entries_of, holds_arrays, is_weight
 from nvflare_lazy.formats import open_safetensors, save
 from nvflare_lazy.transport.registration import register
 
 _SUFFIX = ".safetensors"
+_MAX_NAME = 200
 
 
 class LazyCrossSiteEval(CrossSiteModelEval):
@@ -42,15 +50,44 @@ class LazyCrossSiteEval(CrossSiteModelEval):
         named = inspect.signature(CrossSiteModelEval.__init__).parameters
         return cls(**{name: getattr(stock, f"_{name}") for name in named if hasattr(stock, f"_{name}")})
 
+    def _accept_local_model(self, client_name: str, result: Shareable, fl_ctx: FLContext) -> None:
+        with self._skipping(f"the model of {shown(client_name)}", fl_ctx):
+            super()._accept_local_model(client_name, result, fl_ctx)
+
+    def _accept_val_result(self, client_name: str, result: Shareable, fl_ctx: FLContext) -> None:
+        with self._skipping(f"the evaluation by {shown(client_name)}", fl_ctx):
+            # It becomes part of a path.
+            owner = result.get_cookie(AppConstants.MODEL_OWNER, "")
+            if not isinstance(owner, str) or owner not in {**self._server_models, **self._client_models}:
+                raise ResultMismatchError(f"it is of an unknown model, {described(owner)}")
+            super()._accept_val_result(client_name, result, fl_ctx)
+
     def _save_client_model(self, model_name: str, dxo: DXO, fl_ctx: FLContext) -> None:
-        try:
+        with self._skipping(f"the evaluation of the model of {shown(model_name)}", fl_ctx):
+            _check_name(model_name)
+            if job_context.kind_of_data(dxo.data_kind) and (not dxo.data or any(map(is_weight, dxo.data.values()))):
+                dxo = _accepted(model_name, dxo)
+            else:
+                # NVFlare ends the job if what it has saved cannot be read.
+                super()._save_dxo_content(model_name, self._cross_val_models_dir, dxo, fl_ctx)
+                super()._load_validation_content(model_name, self._cross_val_models_dir, fl_ctx)
             super()._save_client_model(model_name, dxo, fl_ctx)
-        except (NVFlareLazyError, OSError) as error:
-            # An exception here would end the task for all clients.
-            self.log_warning(fl_ctx, f"Skipped the evaluation of the model of {model_name}: {error}", fire_event=False)
+
+    def _save_validation_result(self, client_name: str, model_name: str, dxo: DXO, fl_ctx: FLContext) -> None:
+        with self._skipping(f"the evaluation by {shown(client_name)}", fl_ctx):
+            _check_name(client_name)
+            super()._save_validation_result(client_name, model_name, dxo, fl_ctx)
+
+    @contextmanager
+    def _skipping(self, what: str, fl_ctx: FLContext) -> Iterator[None]:
+        """Log an error: outside, it would end the task for all clients."""
+        try:
+            yield
+        except Exception as error:
+            self.log_warning(fl_ctx, f"Skipped {what}: {error}", fire_event=False)
 
     def _save_dxo_content(self, name: str, save_dir: str, dxo: DXO, fl_ctx: FLContext) -> str:
-        if dxo.data_kind not in (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF) or not all(map(is_weight, dxo.data.values())):
+        if not job_context.kind_of_data(dxo.data_kind) or not all(map(is_weight, dxo.data.values())):
             path: str = super()._save_dxo_content(name, save_dir, dxo, fl_ctx)
             return path
         path = os.path.join(save_dir, name + _SUFFIX)
@@ -66,3 +103,15 @@ class LazyCrossSiteEval(CrossSiteModelEval):
         kind, meta, numpy = known
         tensors = open_safetensors(os.path.join(load_dir, name + _SUFFIX))
         return DXO(kind, data=as_weights(tensors.entries, numpy=numpy), meta=meta)
+
+
+def _accepted(client: str, stated: DXO) -> DXO:
+    result = accept_result(client, stated, Expectation())
+    meta = {name: value for name, value in stated.meta.items() if type(value) in (str, bool, int, float)}
+    return DXO(stated.data_kind, data=as_weights(result.tensors, numpy=result.numpy), meta=meta)
+
+
+def _check_name(name: str) -> None:
+    """Raise an error unless a name, which may have parts that a client chose, can be the name of a file."""
+    if not name.isprintable() or len(name) > _MAX_NAME or os.path.basename(name) != name or name in ("", ".", ".."):
+        raise ResultMismatchError(f"invalid name {quoted(name)}")

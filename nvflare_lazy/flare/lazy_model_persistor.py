@@ -26,12 +26,13 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.model_desc import ModelDescriptor
 
+from nvflare_lazy._text import quoted
+from nvflare_lazy.aggregation.schema import listed
 from nvflare_lazy.errors import FormatError, InitialModelError, JobCheckpointError, NVFlareLazyError
 from nvflare_lazy.flare import initial_model, job_context
 from nvflare_lazy.flare.checkpoint_store import Checkpoint, CheckpointStore
 from nvflare_lazy.flare.pytorch_file import write_pytorch_file
-from nvflare_lazy.flare.result_validation import find_mismatch
-from nvflare_lazy.flare.weights import as_weights, entries_of
+from nvflare_lazy.flare.weights import as_weights, entries_of, is_weight
 from nvflare_lazy.formats import open_safetensors
 from nvflare_lazy.transport.registration import register
 
@@ -253,7 +254,7 @@ class LazyModelPersistor(ModelPersistor):
             raise JobCheckpointError(f"the global model cannot be saved: {wrong}")
         weights = ml[ModelLearnableKey.WEIGHTS]
         if self._current:
-            wrong = find_mismatch(weights, self._current)
+            wrong = _find_mismatch(weights, self._current)
             if wrong:
                 raise JobCheckpointError(f"the global model cannot be saved: {wrong}")
         self._meta = ml.get(ModelLearnableKey.META) or {}
@@ -274,3 +275,16 @@ class LazyModelPersistor(ModelPersistor):
             target = path.with_suffix(".pt")
             write_pytorch_file(open_safetensors(path), target, meta=self._meta)
             self.log_info(fl_ctx, f"wrote {target}", fire_event=False)
+
+
+def _find_mismatch(weights: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
+    """Describe how weights differ from a model in names and shapes, or return None. Tensors may be missing."""
+    unexpected = [name for name in weights if name not in model]
+    if not weights or unexpected:
+        return f"unexpected tensor {listed(unexpected)}" if unexpected else "it has no tensors"
+    for name, value in weights.items():
+        if not is_weight(value):
+            return f"{quoted(name)} must be a tensor or an array, got {type(value).__name__}"
+        if tuple(value.shape) != tuple(model[name].shape):
+            return f"{quoted(name)} has shape {list(value.shape)}, expected {list(model[name].shape)}"
+    return None

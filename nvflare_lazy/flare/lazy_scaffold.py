@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LazyScaffold`: NVFlare's SCAFFOLD with the global model and the control variates on disk.
 
-Each client sends its model and the change of its control variates. The engine aggregates both, and adds the mean change
-to the global control variates tile by tile.
+Each client sends its model and the change of its control variates. The engine aggregates both over the same clients,
+and adds the mean change to the global control variates tile by tile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from nvflare.apis.fl_context import FLContext
@@ -16,20 +17,18 @@ from nvflare.app_common.app_constant import AlgorithmConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.workflows.scaffold import Scaffold
 
-from nvflare_lazy.aggregation import Aggregation
-from nvflare_lazy.errors import ResultMismatchError
-from nvflare_lazy.flare import job_context
+from nvflare_lazy.aggregation import Aggregation, AggregationReport
+from nvflare_lazy.aggregation import ParamsType as ParamsKind
+from nvflare_lazy.errors import NothingToAggregateError, ResultMismatchError, TooFewResultsError
+from nvflare_lazy.flare.accepted_result import Expectation
 from nvflare_lazy.flare.apply_update import ModelUpdate
 from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
 from nvflare_lazy.flare.malloc_tuning import trim_malloc
 from nvflare_lazy.flare.model_output import ModelOutput
-from nvflare_lazy.flare.result_validation import client_of, find_mismatch, steps_of
-from nvflare_lazy.flare.weights import as_weights, entries_of, holds_arrays
-from nvflare_lazy.tensors.byte_source import ZeroSource
-from nvflare_lazy.transport.failed import failure_of
+from nvflare_lazy.flare.weights import as_weights, holds_arrays, zero_controls
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 
 _GLOBAL_CONTROLS = AlgorithmConstants.SCAFFOLD_CTRL_GLOBAL
-_CONTROL_DIFF = AlgorithmConstants.SCAFFOLD_CTRL_DIFF
 
 
 class LazyScaffold(Scaffold):
@@ -58,7 +57,7 @@ class LazyScaffold(Scaffold):
             **kwargs,
         )
         self.memory_budget = memory_budget
-        self._aggregator = LazyAggregator(memory_budget=memory_budget)
+        self._aggregator = _ScaffoldAggregator(memory_budget, None)
         self._update = ModelUpdate(None)
 
     def initialize(self, fl_ctx: FLContext) -> None:
@@ -69,10 +68,12 @@ class LazyScaffold(Scaffold):
         self.model = self.load_model()
         self.model.start_round = self.start_round
         self.model.total_rounds = self.num_rounds
-        zeros = {
-            name: entry.over(ZeroSource(entry.source.nbytes)) for name, entry in entries_of(self.model.params).items()
-        }
-        self._controls: dict[str, Any] = as_weights(zeros, numpy=holds_arrays(self.model.params))
+        self._aggregator.controls = zero_controls(self.model.params)
+
+    @property
+    def aggregator(self) -> LazyAggregator:
+        """The aggregator of models and control variates."""
+        return self._aggregator
 
     def _run_rounds(self) -> None:
         self.info("Start Scaffold.")
@@ -82,14 +83,14 @@ class LazyScaffold(Scaffold):
             self.set_fl_context(FLModel(params={}, current_round=self.current_round, total_rounds=self.num_rounds))
             self.event(AppEventType.ROUND_STARTED)
             self.model.current_round = self.current_round
-            self.model.meta[_GLOBAL_CONTROLS] = self._controls
+            self.model.meta[_GLOBAL_CONTROLS] = self._aggregator.controls
             results = self.send_model_and_wait(targets=self.sample_clients(self.num_clients), data=self.model)
-            changes = self._take(results)
-            combined = self.aggregate(results, aggregate_fn=lambda _: self._aggregator.aggregate_model())
+            accepted = self._accept(results)
+            combined = self.aggregate(accepted, aggregate_fn=lambda _: self._aggregator.aggregate_model())
             if not combined.params:
                 return  # the error is logged, and the job is being stopped
             self.model = self.update_model(self.model, combined)
-            self._controls = self._next_controls(changes)
+            self._aggregator.update_controls(self._update, self.current_round)
             for result in results:
                 result.params, result.meta = None, {}
             self.save_model(self.model)
@@ -97,45 +98,67 @@ class LazyScaffold(Scaffold):
             trim_malloc()
         self.info("Finished Scaffold.")
 
-    def _take(self, results: list[FLModel]) -> dict[str, tuple[dict[str, Any], float]]:
-        """Accept the valid results, and return the change of the control variates and the weight of each client."""
+    def _accept(self, results: list[FLModel]) -> list[FLModel]:
+        """Return the results that are accepted; the aggregator logs why others are not."""
         self._aggregator.fl_ctx = self.fl_ctx
         self._aggregator.reset_stats()
-        changes = {}
-        for result in list(results):
-            client = client_of(result)
-            change = (result.meta or {}).get(_CONTROL_DIFF)
+        accepted = []
+        for result in results:
             try:
-                if not isinstance(change, dict):
-                    raise ResultMismatchError(
-                        f"{client} did not send meta[{_CONTROL_DIFF!r}]: its script must use NVFlare's PTScaffoldHelper"
-                    )
-                wrong = failure_of(change) or find_mismatch(change, self._controls)
-                if wrong is not None:
-                    raise ResultMismatchError(f"the control variates of {client} do not match the model: {wrong}")
                 self._aggregator.accept_model(result)
-            except ResultMismatchError as error:
-                self.warning(f"Round {self.current_round}: skipped the result of {client}: {error}")
-                log = job_context.round_log_of(self.fl_ctx)
-                if log is not None:
-                    log.on_skip(client, str(error))
-                results.remove(result)
-            else:
-                changes[client] = (change, steps_of(result))
-        return changes
+            except ResultMismatchError:
+                continue
+            accepted.append(result)
+        return accepted
 
-    def _next_controls(self, changes: Mapping[str, tuple[dict[str, Any], float]]) -> dict[str, Any]:
-        """Return the global control variates after the round."""
-        output = ModelOutput.of(self.fl_ctx, self._controls)
-        budget = self._aggregator.budget
-        mean = Aggregation(memory_budget=budget, params_type="DIFF", on_mismatch="skip", fsync=False).run(
-            {client: change for client, (change, _) in changes.items()},
-            output.path,
-            weights={client: weight for client, (_, weight) in changes.items()},
-            reference=self._controls,
-        )
-        change = output.finish(mean.tensors)
-        moved = self._update.apply(
-            self._controls, change, "DIFF", self.fl_ctx, self.current_round, memory_budget=budget
-        )
-        return as_weights(moved.entries, numpy=holds_arrays(self._controls))
+
+class _ScaffoldAggregator(LazyAggregator):
+    """Aggregates models and the changes of control variates: a client's result counts with both or with none."""
+
+    def __init__(self, memory_budget: int | str | None, params_type: ParamsKind | None) -> None:
+        super().__init__(memory_budget=memory_budget, params_type=params_type)
+        #: The global control variates.
+        self.controls: dict[str, Any] = {}
+        self._mean_change = LazyTensorDict.from_entries({})
+        self._counted: set[str] = set()
+
+    def expected(self) -> Expectation:
+        return replace(super().expected(), controls=self.controls)
+
+    def _mean(self, kind: ParamsKind, base: Mapping[str, Any] | None) -> tuple[AggregationReport, LazyTensorDict]:
+        while True:
+            self._mean_change = self._mean_of_changes()
+            report, model = super()._mean(kind, base)
+            # A result may fail while its model is read; then its change of the control variates must not count either.
+            if self._round.results.keys() == self._counted:
+                return report, model
+
+    def _mean_of_changes(self) -> LazyTensorDict:
+        """Return the mean change of the control variates, and skip the results that fail."""
+        output = ModelOutput.of(self.fl_ctx, self.controls)
+        try:
+            mean = Aggregation(
+                memory_budget=self.budget,
+                params_type="DIFF",
+                on_mismatch="skip",
+                on_non_finite=self.on_non_finite,
+                fsync=False,
+            ).run(
+                self._round.controls,
+                output.path,
+                weights=self._round.weights,
+                reference=self.controls,
+                should_cancel=self._cancelled,
+            )
+        except NothingToAggregateError as error:
+            raise TooFewResultsError(f"round {self._round_number()} has no usable control variates: {error}") from error
+        for client, reason in mean.report.skipped.items():
+            self._drop(client, f"its control variates: {reason}")
+        self._counted = set(mean.report.contributors)
+        return output.finish(mean.tensors)
+
+    def update_controls(self, update: ModelUpdate, round_number: int) -> None:
+        """Add the mean change of the round to the global control variates."""
+        change, self._mean_change = self._mean_change, LazyTensorDict.from_entries({})
+        moved = update.apply(self.controls, change, "DIFF", self.fl_ctx, round_number, memory_budget=self.budget)
+        self.controls = as_weights(moved.entries, numpy=holds_arrays(self.controls))

@@ -140,10 +140,12 @@ class RoundLog:
                 seconds=None if sent is None else round(time.monotonic() - sent, 3),
             )
 
-    def on_skip(self, client: str, reason: str) -> None:
-        """Record why the result of a client is not used; the first reason counts."""
+    def on_skip(self, client: str, reason: str) -> bool:
+        """Record why the result of a client is not used, and return whether it is the first reason, which counts."""
         with self._lock:
+            is_first = client not in self._reasons
             self._reasons.setdefault(client, reason)
+            return is_first
 
     def on_verdict(self, client: str, *, accepted: bool) -> None:
         """Record and log whether the result of a client was accepted."""

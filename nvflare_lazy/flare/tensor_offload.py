@@ -8,27 +8,44 @@ logs each round. Controllers, aggregators, persistors and filters are unchanged.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nvflare.apis.analytix import AnalyticsDataType
+from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, ProcessType, ReturnCode
 from nvflare.apis.fl_context import FLContext
-from nvflare.apis.shareable import Shareable
+from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from nvflare.apis.utils.analytix_utils import create_analytic_dxo, send_analytic_dxo
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 
-from nvflare_lazy._text import format_size, parse_size
-from nvflare_lazy.errors import ScratchError
+from nvflare_lazy._text import format_size, parse_size, quoted
+from nvflare_lazy.aggregation import ParamsType
+from nvflare_lazy.aggregation.schema import CONVERTIBLE
+from nvflare_lazy.errors import ResultMismatchError, ScratchError
 from nvflare_lazy.flare import job_context
+from nvflare_lazy.flare.accepted_result import (
+    AcceptedResult,
+    Expectation,
+    accept_number,
+    accept_result,
+    check_params_type,
+    majority_kind,
+    shown,
+    spec_of,
+)
+from nvflare_lazy.flare.job_context import RunningAggregation
 from nvflare_lazy.flare.malloc_tuning import MallocTrimmer, tune_malloc
-from nvflare_lazy.flare.result_validation import find_failure, model_result
 from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
-from nvflare_lazy.flare.weights import is_lazy, is_weight
+from nvflare_lazy.flare.weights import is_array, is_lazy, is_weight, zero_controls
 from nvflare_lazy.scratch import JobScratch
+from nvflare_lazy.tensors.converted_sources import CastSource
+from nvflare_lazy.tensors.dtypes import by_torch
+from nvflare_lazy.tensors.entry import TensorEntry
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.limits import PayloadLimits, PayloadSize
 from nvflare_lazy.transport.registration import register
@@ -61,6 +78,8 @@ class TensorOffload(FLComponent):
         max_result_size: Maximum bytes of tensors in one result; a larger result is rejected before it is received.
             Default: on the server, twice the tensors of the task or of the global model, and at least 64 MiB. There is
             no limit on a client, and none while no model is known.
+        params_type: On the server: "FULL" if clients send models, "DIFF" if they send differences; other results are
+            rejected. Default: with NVFlare's FedAvg, the kind of most results of the previous round.
 
     Example:
         >>> {"id": "offload", "path": "nvflare_lazy.flare.TensorOffload", "args": {"scratch_dir": "/data/scratch"}}
@@ -73,8 +92,11 @@ class TensorOffload(FLComponent):
         min_free: int | str | None = None,
         memory_budget: int | str = DEFAULT_MEMORY_BUDGET,
         max_result_size: int | str | None = None,
+        params_type: ParamsType | None = None,
     ) -> None:
         super().__init__()
+        check_params_type(params_type)
+        self.params_type = params_type
         self.scratch_dir = scratch_dir
         self.scratch_quota = scratch_quota
         self.min_free = min_free
@@ -94,6 +116,10 @@ class TensorOffload(FLComponent):
         self._mode_before: offload.ReceiveMode | None = None
         self.round_log: RoundLog | None = None
         self._round: int | None = None
+        # Whether results of the round are models or differences: what each client sends, and the first accepted one.
+        self._kinds: dict[str, ParamsType] = {}
+        self._first_kind: ParamsType | None = None
+        self._previous_kind: ParamsType | None = None
         self._memory: MallocTrimmer | None = None
         tune_malloc()
         register()
@@ -106,7 +132,7 @@ class TensorOffload(FLComponent):
         elif event_type == EventType.BEFORE_TASK_RESULT_FILTER:
             self._on_result(fl_ctx)
         elif event_type == EventType.AFTER_TASK_RESULT_FILTER:
-            self._validate(fl_ctx)
+            self._accept(fl_ctx)
         elif event_type == AppEventType.ROUND_STARTED:
             self._start_round(fl_ctx.get_prop(AppConstants.CURRENT_ROUND))
         elif event_type == AppEventType.AFTER_CONTRIBUTION_ACCEPT:
@@ -181,32 +207,92 @@ class TensorOffload(FLComponent):
             offload.runtime.limit_payloads(PayloadLimits.for_model(size, self._max_result_bytes))
 
     def _on_result(self, fl_ctx: FLContext) -> None:
-        client, result = job_context.sender_of(fl_ctx), model_result(fl_ctx)
-        if self.round_log is None or not client or result is None:
+        client = job_context.sender_of(fl_ctx)
+        try:
+            dxo = _decoded(fl_ctx)
+        except Exception:
+            return  # logged when it is rejected
+        if self.round_log is None or not client or dxo is None or job_context.kind_of_data(dxo.data_kind) is None:
             return
         # SCAFFOLD sends control variates in the metadata.
-        parts = (part for part in (result.data, *result.meta.values()) if isinstance(part, dict))
+        parts = (part for part in (dxo.data, *dxo.meta.values()) if isinstance(part, dict))
         values = [value for part in parts for value in part.values() if is_weight(value)]
         on_disk = any(map(is_lazy, values))
         self.round_log.on_result(client, sum(value.nbytes for value in values), len(values), on_disk=on_disk)
 
-    def _validate(self, fl_ctx: FLContext) -> None:
-        """Reject a result before an aggregator fails with half of it in its sum."""
-        client, result = job_context.sender_of(fl_ctx), model_result(fl_ctx)
-        if not client or result is None:
+    def _accept(self, fl_ctx: FLContext) -> None:
+        """Replace what a client states by plain values, before a controller or aggregator reads it, or reject it."""
+        if fl_ctx.get_process_type() == ProcessType.CLIENT_JOB:
+            return  # its own result
+        client, running = job_context.sender_of(fl_ctx), job_context.running_aggregation(fl_ctx)
+        try:
+            dxo = _decoded(fl_ctx)
+        except Exception as error:
+            reason = f"it cannot be decoded: {type(error).__name__}: {quoted(str(error))}"
+            self._reject(client or "a client", DXO(DataKind.WEIGHTS, data={}), reason, running, fl_ctx)
             return
-        failure = find_failure(client, result.data, job_context.global_weights(fl_ctx))
-        if failure is None:
+        if not client or dxo is None or dxo.data_kind == DataKind.METRICS:
             return
+        own_kind = job_context.kind_of_data(dxo.data_kind)
+        if fl_ctx.get_prop(FLContextKey.TASK_NAME) == AppConstants.TASK_SUBMIT_MODEL:
+            running = replace(running, by_nvflare=False, params_type=None, first_kind_wins=False)
+        elif own_kind is not None:
+            self._kinds.setdefault(client, own_kind)
+            running = replace(running, params_type=self.params_type or running.params_type or self._kind_of(running))
+        if own_kind is None and not running.by_nvflare:
+            return
+        try:
+            result = self._accept_stated(client, dxo, running, fl_ctx)
+        except ResultMismatchError as error:
+            self._reject(client, dxo, str(error), running, fl_ctx)
+            return
+        self._first_kind = self._first_kind or result.kind
+        if result.dropped_metrics:
+            self.log_warning(
+                fl_ctx,
+                f"Ignored metrics of {shown(client)} that are not finite numbers: {result.dropped_metrics}",
+                fire_event=False,
+            )
+
+    def _accept_stated(self, client: str, dxo: DXO, running: RunningAggregation, fl_ctx: FLContext) -> AcceptedResult:
+        reference = job_context.global_weights(fl_ctx)
+        result = accept_result(
+            client,
+            dxo,
+            Expectation(
+                reference,
+                running.exclude,
+                running.params_type,
+                controls=zero_controls(reference) if running.has_controls and reference else None,
+                ignore_unknown=not running.by_nvflare,
+                by_nvflare=running.by_nvflare,
+            ),
+        )
+        if running.by_nvflare and dxo.meta.get(MetaKey.PROCESSED_ALGORITHM) is not None:
+            raise ResultMismatchError(f"the result of {shown(client)} is encrypted, or processed in another way")
+        if running.ignores_zero_steps and not result.steps:
+            raise ResultMismatchError(f"{shown(client)} reports 0 training steps, which have no weight")
+        _write_back(dxo, result, reference or {}).update_shareable(fl_ctx.get_prop(FLContextKey.TASK_RESULT))
+        return result
+
+    def _kind_of(self, running: RunningAggregation) -> ParamsType | None:
+        """Return the kind of the round if NVFlare would take that of the first result, whatever the others send."""
+        return self._previous_kind or self._first_kind if running.first_kind_wins else None
+
+    def _reject(self, client: str, dxo: DXO, reason: str, running: RunningAggregation, fl_ctx: FLContext) -> None:
+        shareable = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
         # Controllers skip a result without tensors, and aggregators tolerate it; none of them tolerates that reading a
         # tensor fails after half of the result is added.
-        result.data.clear()
-        if fl_ctx.get_prop(FLContextKey.TASK_NAME) == AppConstants.TASK_SUBMIT_MODEL:
-            # Otherwise all clients would evaluate an empty model.
-            fl_ctx.get_prop(FLContextKey.TASK_RESULT).set_return_code(ReturnCode.EXECUTION_RESULT_ERROR)
-        self.log_warning(fl_ctx, f"Rejected the result of {client}: {failure}", fire_event=False)
-        if self.round_log is not None:
-            self.round_log.on_skip(client, str(failure))
+        if isinstance(dxo.data, dict):
+            dict.clear(dxo.data)
+        kind = dxo.data_kind if job_context.kind_of_data(dxo.data_kind) else DataKind.WEIGHTS
+        DXO(kind, data={}).update_shareable(shareable)
+        is_submitted = fl_ctx.get_prop(FLContextKey.TASK_NAME) == AppConstants.TASK_SUBMIT_MODEL
+        if is_submitted or running.has_controls:
+            # Otherwise all clients would evaluate an empty model, or SCAFFOLD would end the job.
+            shareable.set_return_code(ReturnCode.EXECUTION_RESULT_ERROR)
+        if self.round_log is None or self.round_log.on_skip(client, reason):
+            self.log_warning(fl_ctx, f"Rejected the result of {shown(client)}: {reason}", fire_event=False)
 
     def _on_verdict(self, fl_ctx: FLContext) -> None:
         client = job_context.sender_of(fl_ctx)
@@ -223,6 +309,10 @@ class TensorOffload(FLComponent):
     def _start_round(self, number: int | None, *, announced: bool = True) -> None:
         self._end_round()
         self._round = number
+        if self._kinds:
+            self._previous_kind = majority_kind(self._kinds.values(), self._previous_kind)
+        self._kinds.clear()
+        self._first_kind = None
         if self.round_log is not None:
             self.round_log.start_round(number, announced=announced)
 
@@ -266,6 +356,46 @@ def _size_of(value: object) -> PayloadSize:
             else:
                 waiting.append(item)
     return PayloadSize(nbytes, tensors, name_bytes)
+
+
+def _decoded(fl_ctx: FLContext) -> DXO | None:
+    """Return the result that NVFlare is processing, or None if it has none, or one that is not a DXO.
+
+    Raises:
+        Exception: If it is called a DXO, but is not one.
+    """
+    result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
+    if not isinstance(result, Shareable) or result.get_return_code() != ReturnCode.OK:
+        return None
+    jar = result.get_cookie_jar()
+    number = jar.get(AppConstants.CONTRIBUTION_ROUND) if isinstance(jar, dict) else None
+    if jar is not None and (not isinstance(jar, dict) or type(number) not in (int, type(None))):
+        # Aggregators compare the round with theirs.
+        result.set_cookie_jar({})
+    return from_shareable(result) if result.get_header(ReservedHeaderKey.CONTENT_TYPE) == "DXO" else None
+
+
+def _write_back(dxo: DXO, result: AcceptedResult, reference: Mapping[str, Any]) -> DXO:
+    """Return what was accepted in the place of what the client stated."""
+    data, meta = dict(dict.items(dxo.data)), dict(dict.items(dxo.meta))
+    for name, entry in result.tensors.items():
+        right = reference.get(name)
+        if right is None:
+            continue
+        dtype = spec_of(right).dtype
+        if entry.dtype != dtype and entry.dtype in CONVERTIBLE:
+            entry = TensorEntry(CastSource(entry.rows(), entry.dtype, dtype), by_torch(dtype), entry.shape)
+        elif is_array(data[name]) == is_array(right):
+            continue
+        data[name] = entry.array() if is_array(right) else entry.lazy()
+    stated = meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND)
+    if stated is not None and type(stated) not in (int, float):
+        meta[MetaKey.NUM_STEPS_CURRENT_ROUND] = result.steps
+    metrics = meta.get(MetaKey.INITIAL_METRICS)
+    if metrics is not None:
+        number = None if isinstance(metrics, dict) else accept_number(metrics)
+        meta[MetaKey.INITIAL_METRICS] = {**result.text_metrics, **(result.metrics or {})} if number is None else number
+    return DXO(dxo.data_kind, data, meta)
 
 
 def _uses_external_trainer(fl_ctx: FLContext) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from nvflare_lazy.errors import UnsupportedDtypeError
+from nvflare_lazy.tensors.byte_source import ZeroSource
 from nvflare_lazy.tensors.converted_sources import CastSource
 from nvflare_lazy.tensors.entry import TensorEntry, entry_of
 from nvflare_lazy.tensors.lazy_array import LazyArray
@@ -22,7 +23,12 @@ from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 
 def is_weight(value: object) -> bool:
     """Whether a value is a tensor or an array, lazy or not."""
-    return isinstance(value, (torch.Tensor, np.ndarray, np.generic))
+    return isinstance(value, torch.Tensor) or is_array(value)
+
+
+def is_array(value: object) -> bool:
+    """Whether a value is a NumPy array rather than a tensor."""
+    return isinstance(value, (np.ndarray, np.generic))
 
 
 def is_lazy(value: object) -> bool:
@@ -50,7 +56,13 @@ def as_weights(entries: Mapping[str, TensorEntry], *, numpy: bool) -> dict[str, 
 
 def holds_arrays(weights: Mapping[str, Any]) -> bool:
     """Whether the values are NumPy arrays rather than tensors."""
-    return any(isinstance(value, (np.ndarray, np.generic)) for value in weights.values())
+    return any(map(is_array, weights.values()))
+
+
+def zero_controls(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return SCAFFOLD's first control variates for a model."""
+    zeros = {name: entry.over(ZeroSource(entry.source.nbytes)) for name, entry in entries_of(model).items()}
+    return as_weights(zeros, numpy=holds_arrays(model))
 
 
 def _as_array(name: str, entry: TensorEntry) -> LazyArray:
