@@ -16,6 +16,7 @@ from nvflare.fuel.f3.streaming.download_service import Downloadable, ProduceRC
 from nvflare_lazy.errors import PeerLostError, ProtocolError
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.transport import _nvflare_private, offload, ways
+from nvflare_lazy.transport._receiver_progress import ReceiverProgress
 from nvflare_lazy.transport.segments import manifest as manifests
 
 if TYPE_CHECKING:
@@ -70,14 +71,15 @@ class PayloadDownloadable(Downloadable):
 
     def produce(self, state: dict[str, Any] | None, requester: str) -> tuple[str, Any, dict[str, Any]]:
         """Answer one request of NVFlare's protocol; see `Downloadable`."""
+        start = 0
+        if state:
+            start = _count(state.get(_nvflare_private.START, 0)) + _count(state.get(_nvflare_private.COUNT, 0))
+        self._note_request(requester, start if state else -1)
         if not state and self._ref_id is not None and self._cell is not None:
             # No items, and more keys in the state: a receiver without this package returns both and starts at item 0.
             offers = {key: value for way in ways.WAYS for key, value in way.offer(self._payload).items()}
             if offers:
                 return ProduceRC.OK, [], {_nvflare_private.START: 0, _nvflare_private.COUNT: 0, **offers}
-        start = 0
-        if state:
-            start = _count(state.get(_nvflare_private.START, 0)) + _count(state.get(_nvflare_private.COUNT, 0))
         if start >= self.size:
             self._runtime.throttle.release(self._slots.pop(requester, None))
             return ProduceRC.EOF, None, {}
@@ -92,6 +94,15 @@ class PayloadDownloadable(Downloadable):
                 break
             items.append(self.produce_item(start + len(items)))
         return ProduceRC.OK, items, {_nvflare_private.START: start, _nvflare_private.COUNT: len(items)}
+
+    def _note_request(self, requester: str, item: int) -> None:
+        """Keep the transaction alive only for a receiver that asks for more than before."""
+        if self._ref_id is None:
+            return
+        nbytes = self._payload.nvflare_item_nbytes(item) if 0 <= item < self.size else 0
+        patience = _nvflare_private.patience_for(self._ref_id, requester)
+        if patience is None or not self._payload.progress.reached(requester, min(item, self.size), nbytes, patience):
+            _nvflare_private.revoke_activity(self._ref_id, _last_progress)
 
     def downloaded_to_one(self, to_receiver: str, status: str) -> None:
         """Count a download by a process behind a forwarding hop for the hop, if the hop was expected."""
@@ -110,6 +121,10 @@ class PayloadDownloadable(Downloadable):
         self.base_obj = None
 
 
+def _last_progress(downloadable: Any) -> float | None:
+    return downloadable._payload.progress.last if isinstance(downloadable, PayloadDownloadable) else None
+
+
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"invalid download state: {value!r}")
@@ -122,12 +137,14 @@ class Payload:
     def __init__(self, values: Mapping[str, Any], backend: ArrayBackend) -> None:
         self.names = list(values)
         self.backend = backend
+        self.progress = ReceiverProgress()
         self._values: Mapping[str, Any] | None = values
         self._lock = threading.Lock()
         self._manifest: manifests.Manifest | None = None
         self._encoded = b""
         self._stored: list[manifests.ManifestItem] = []
         self._starts: list[int] = []
+        self._offsets: dict[str, int] | None = None
         # The source of the last tensor that was read: some are expensive to make, and requests arrive in order.
         self._last: tuple[str, ByteSource] | None = None
 
@@ -191,6 +208,12 @@ class Payload:
         if start < 0 or count < 0 or start + count > source.nbytes:
             raise ProtocolError(f"invalid request for bytes {start} to {start + count} of {source.nbytes} of {name!r}")
         return self._part(name, start, count)
+
+    def offset_of(self, name: str) -> int:
+        """Return where a tensor begins in the payload's bytes."""
+        if self._offsets is None:
+            self._offsets = {item.name: item.offset for item in self.manifest.items}
+        return self._offsets[name]
 
     def nvflare_item(self, index: int) -> bytearray | memoryview:
         """Return one tensor in the form that NVFlare's own receivers take: whole."""

@@ -7,11 +7,16 @@ transfer that fails with an unclear error.
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import functools
 import logging
+import select
+import socket
+import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
@@ -34,6 +39,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CLEANUP_INTERVAL_SECONDS = 1.0
+_POLL_SECONDS = 0.005
+_HAND_OVER_SECONDS = 1.0
+_MAX_QUEUED_FRAMES = 2
+_BYTES_ACKED = 120  # where `tcp_info` of <linux/tcp.h> has this count, since Linux 4.1
 
 #: NVFlare's own module, which ours of the same name extends.
 stock_via_downloader = via_downloader
@@ -85,8 +94,8 @@ def new_items_context() -> Any:
 
 
 @contextmanager
-def serving(ref_id: str, requester: str) -> Iterator[_Ref | None]:
-    """Count what the block does as a request for a download, so that its transaction stays open; None if it is over."""
+def serving(ref_id: str) -> Iterator[_Ref | None]:
+    """Keep a transaction from being settled while the block answers a request; None if it is over."""
     with DownloadService._tx_lock:
         ref = DownloadService._ref_table.get(ref_id)
         if ref is not None and not ref.tx.begin_op():
@@ -95,8 +104,6 @@ def serving(ref_id: str, requester: str) -> Iterator[_Ref | None]:
         yield None
         return
     try:
-        ref.mark_active()
-        ref.mark_receiver_active(requester)
         yield ref
     finally:
         ref.tx.end_op()
@@ -106,6 +113,40 @@ def record_sent(ref: _Ref, requester: str, nbytes: int) -> None:
     """Count bytes sent for the transaction's totals and its progress."""
     ref.tx.add_total_bytes(nbytes)
     ref.emit_progress(receiver_id=requester, state=TransferProgressState.ACTIVE, bytes_delta=nbytes)
+
+
+def record_activity(ref: _Ref, requester: str) -> None:
+    """Let NVFlare wait for the next request of this receiver from now."""
+    ref.mark_active()
+    ref.mark_receiver_active(requester)
+
+
+def patience_for(ref_id: str, requester: str) -> float | None:
+    """Return the seconds that NVFlare waits for the next request; None if it does not wait for this receiver.
+
+    The receiver must be one of those that a transaction names, or a child of one: behind a forwarding hop.
+    """
+    ref = DownloadService._ref_table.get(ref_id)
+    if ref is None:
+        return None
+    expected = ref.tx.receiver_ids
+    if expected and not any(requester == name or requester.startswith(f"{name}.") for name in expected):
+        return None
+    return float(ref.tx.timeout)
+
+
+def revoke_activity(ref_id: str, last_of: Callable[[Any], float | None]) -> None:
+    """Undo that NVFlare took a request for a sign of life: it waits from the last time that a payload names.
+
+    `last_of` returns that time for an object of the transaction, or None if it does not know.
+    """
+    ref = DownloadService._ref_table.get(ref_id)
+    if ref is None:
+        return
+    times = [last_of(other.obj) for other in ref.tx.snapshot_refs()]
+    known = [last for last in times if last is not None]
+    if len(known) == len(times):
+        ref.tx.last_active_time = max(known)
 
 
 def finish_for_ancestor(ref_id: str, receiver: str, status: str) -> None:
@@ -139,6 +180,66 @@ def release_sent_messages() -> None:
 
     stop_and_free.frees = True  # type: ignore[attr-defined]
     TxTask.stop = stop_and_free
+
+
+def connection_to(core: Any, fqcn: str) -> Any:
+    """Return NVFlare's connection to a cell, or to the nearest cell above it; None if others forward the messages."""
+    manager = core.communicator.conn_manager
+    while fqcn:
+        for connection in manager.get_connections(fqcn) or ():
+            return connection.conn
+        fqcn = fqcn.rpartition(".")[0]
+    return None
+
+
+def has_room(connection: Any, seconds: float) -> bool:
+    """Wait until a connection accepts bytes; false if it does not in this time.
+
+    NVFlare's TCP driver blocks until the kernel has taken a message, and the others queue as much as they are given.
+    """
+    queue = getattr(connection, "oq", None)
+    if queue is not None:  # gRPC
+        return _poll(lambda: getattr(queue, "q", queue).qsize() < _MAX_QUEUED_FRAMES, seconds)
+    sock = _socket_of(connection)
+    if sock is None:
+        return True
+    poll = select.poll()
+    poll.register(sock.fileno(), select.POLLOUT)
+    return bool(poll.poll(seconds * 1000))
+
+
+def nbytes_taken(connection: Any) -> int | None:
+    """Return how many bytes the kernel at the other end of a connection has confirmed; None if that is not known."""
+    sock = _socket_of(connection)
+    try:
+        info = b"" if sock is None else sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 8)
+    except OSError:
+        info = b""
+    return int.from_bytes(info[_BYTES_ACKED:], sys.byteorder) if len(info) == _BYTES_ACKED + 8 else None
+
+
+def _socket_of(connection: Any) -> Any:
+    """Return the open socket of a connection, or None: the next send will report what is wrong with it."""
+    stream = getattr(connection, "websocket", None) or getattr(connection, "writer", None)
+    sock = stream.get_extra_info("socket") if stream is not None else getattr(connection, "sock", None)
+    return sock if sock is not None and sock.fileno() >= 0 else None
+
+
+def hand_over(connection: Any) -> None:
+    """Let the event loop of a connection write what it was given, so that `has_room` knows."""
+    context = getattr(connection, "aio_context", None) or getattr(connection, "aio_ctx", None)
+    if context is not None:
+        with suppress(TimeoutError, concurrent.futures.TimeoutError, RuntimeError):
+            context.run_coro(asyncio.sleep(0)).result(_HAND_OVER_SECONDS)
+
+
+def _poll(is_true: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 class CleanupThread:

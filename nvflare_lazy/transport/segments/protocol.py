@@ -29,8 +29,10 @@ VERSION = 1
 # One message, measured by benchmarks.transfer: half as much takes a fifth more time, since each message has its price;
 # twice as much takes even more, since it does not stay in the processor's cache from one copy to the next.
 SEGMENT_BYTES = 2 << 20
-# What a sender answers at most, whatever a later release asks for.
-MAX_REQUEST_BYTES = 8 << 20
+# What a sender answers at most, whatever a later release asks for: NVFlare's http driver takes no larger message.
+MAX_REQUEST_BYTES = 4 << 20
+_MAX_TEXT = 200
+_MAX_ITEM_TEXT = 4096
 
 # What a request can be about.
 MANIFEST = "manifest"
@@ -99,7 +101,7 @@ class Request:
             or start is None
             or count is None
             or count > MAX_REQUEST_BYTES
-            or not (item is None or isinstance(item, str))
+            or not (item is None or _text(item, _MAX_ITEM_TEXT) is not None)
         ):
             raise ProtocolError(f"invalid request: {quoted(fields)}")
         return cls(transfer, ref_id, what, start, count, item)
@@ -136,5 +138,5 @@ def _count(value: object) -> int | None:
     return value if isinstance(value, int) and type(value) is int and 0 <= value < 1 << 62 else None
 
 
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) and len(value) <= 200 else None
+def _text(value: object, limit: int = _MAX_TEXT) -> str | None:
+    return value if isinstance(value, str) and len(value) <= limit else None

@@ -2,8 +2,8 @@
 """The sender's side of segments: answers each request for a range of bytes, and keeps no state per receiver.
 
 A pool of threads answers the requests. NVFlare's threads, which deliver them, also carry the heartbeats; they must not
-wait for a receiver on a slow line. A process ends without joining them: NVFlare reports what else is still running
-at the end of a job, and then ends the process the hard way.
+wait for a receiver on a slow line. Neither do ours: `_outlets` has the limits. A process ends without joining them:
+NVFlare reports what else is still running at the end of a job, and then ends the process the hard way.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import threading
 import weakref
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
@@ -20,6 +21,7 @@ from nvflare.fuel.f3.message import Message
 from nvflare_lazy.errors import NVFlareLazyError, ProtocolError
 from nvflare_lazy.transport import _nvflare_private
 from nvflare_lazy.transport.segments import protocol
+from nvflare_lazy.transport.segments._outlets import Send, SendBudget, WaitingRoom
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +32,11 @@ logger = logging.getLogger(__name__)
 
 _MAX_THREADS = 32
 # Requests of one receiver in the queue: far more than its downloads have in flight. It has to repeat the others.
-_MAX_WAITING = 1024
+_MAX_WAITING = 256
+# The same of all receivers, so that one which uses many names takes some megabytes and no more.
+_MAX_WAITING_OF_ALL = 16 << 10
+# How long a thread waits for a connection that is full. Those of slow lines are watched by a thread of their own.
+_PATIENCE_SECONDS = 0.25
 
 
 class SegmentServer:
@@ -40,8 +46,11 @@ class SegmentServer:
         self._lock = threading.Lock()
         self._payloads: weakref.WeakValueDictionary[str, Payload] = weakref.WeakValueDictionary()
         self._cells: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._queues: dict[tuple[int, str], deque[_Job]] = {}
+        self._queues: dict[tuple[int, str], dict[protocol.Request, _Job]] = {}
+        self._waiting = 0
         self._threads = SenderPool(_MAX_THREADS, "nvflare_lazy_send")
+        self._budget = SendBudget()
+        self._full = WaitingRoom()
 
     def offer(self, ref_id: str, payload: Payload) -> None:
         """Answer requests for this payload; it is not kept alive."""
@@ -73,12 +82,16 @@ class SegmentServer:
         key = (id(core), requester)
         with self._lock:
             queue = self._queues.get(key)
-            if queue is not None:
-                # A repeated request that is still in the queue is answered once.
-                if len(queue) < _MAX_WAITING and all(waiting.request != request for waiting in queue):
-                    queue.append(job)
+            # A repeated request that is still in the queue is answered once.
+            if self._waiting >= _MAX_WAITING_OF_ALL or (
+                queue is not None and (len(queue) >= _MAX_WAITING or request in queue)
+            ):
                 return
-            self._queues[key] = deque([job])
+            self._waiting += 1
+            if queue is not None:
+                queue[request] = job
+                return
+            self._queues[key] = {request: job}
         self._threads.call(self._answer_next, key)
 
     def _answer_next(self, key: tuple[int, str]) -> None:
@@ -89,19 +102,38 @@ class SegmentServer:
                 if not queue:
                     del self._queues[key]
                     return
-                job = queue.popleft()
+                job = next(iter(queue.values()))
+            send = Send(job.request.count, job.requester, _nvflare_private.connection_to(job.core, job.requester))
+            if not (
+                _nvflare_private.has_room(send.connection, _PATIENCE_SECONDS)
+                and self._budget.acquire(send, _PATIENCE_SECONDS)
+            ):
+                self._full.call_when(
+                    key, partial(self._may_send, send), partial(self._threads.call, self._answer_next, key)
+                )
+                return
+            with self._lock:
+                del queue[job.request]
+                self._waiting -= 1
                 crowded = len(self._queues) > _MAX_THREADS
             try:
                 self._answer(job)
+                _nvflare_private.hand_over(send.connection)
             except Exception:
                 logger.exception("cannot answer %s", job.requester)
+            finally:
+                self._budget.release(send)
+            del job
             if crowded:
                 self._threads.call(self._answer_next, key)
                 return
 
+    def _may_send(self, send: Send) -> bool:
+        return _nvflare_private.has_room(send.connection, 0) and self._budget.permits(send)
+
     def _answer(self, job: _Job) -> None:
         request = job.request
-        with _nvflare_private.serving(request.ref_id, job.requester) as ref:
+        with _nvflare_private.serving(request.ref_id) as ref:
             payload = None if ref is None else self._payloads.get(request.ref_id)
             if ref is None or payload is None:
                 job.refuse("payload already released: the transfer completed or timed out")
@@ -115,8 +147,22 @@ class SegmentServer:
                 logger.exception("cannot read what %s asks for", job.requester)
                 job.refuse(f"{type(error).__name__}: {error}")
                 return
-            if job.send(data):
-                _nvflare_private.record_sent(ref, job.requester, len(data))
+            if not job.send(data):
+                return
+            _nvflare_private.record_sent(ref, job.requester, len(data))
+            patience = _nvflare_private.patience_for(request.ref_id, job.requester)
+            if patience is not None and payload.progress.sent(job.requester, *_range_of(payload, request), patience):
+                _nvflare_private.record_activity(ref, job.requester)
+
+
+def _range_of(payload: Payload, request: protocol.Request) -> tuple[int, int]:
+    """Return where a request is in the payload's bytes; its manifest comes after them."""
+    start = request.start
+    if request.what == protocol.ITEM and request.item is not None:
+        start += payload.offset_of(request.item)
+    elif request.what == protocol.MANIFEST:
+        start += payload.manifest.nbytes
+    return start, start + request.count
 
 
 def _read(payload: Payload, request: protocol.Request) -> bytearray | memoryview:

@@ -22,6 +22,7 @@ from nvflare_lazy.transport.segments.server import SegmentServer, SenderPool
 def served(monkeypatch):
     """A server that notes what it answers, as soon as it may, and the function that sends it a request."""
     gate, answered, core = threading.Event(), [], MagicMock()
+    core.communicator.conn_manager.get_connections.return_value = []
 
     def answer(self, job):
         if job.requester != "free":

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Receivers that do not read, or ask for ever: they hold little of the sender, and other receivers do not notice."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.transport import bad_receivers, bad_senders, scenes
+from tests.transport.bad_receivers import SilentReceiver
+from tests.transport.peers import Net
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory):
+    with Net(str(tmp_path_factory.mktemp("scratch")), server=True, site_1=True) as net:
+        yield net
+
+
+def receive(net, mib):
+    """Let the honest receiver download; return the time that it took."""
+    ref_id = net["server"].call(bad_receivers.offer_lazily, mib)
+    outcome = net["site_1"].call(bad_senders.receive, "server", ref_id)
+    assert outcome["error"] is None, outcome
+    assert outcome["sum"] == 0
+    return outcome["seconds"]
+
+
+@pytest.fixture
+def silent(net):
+    """Connect receivers that read nothing, and disconnect them at the end."""
+    connected = []
+
+    def connect(count, **kwargs):
+        connected.extend(SilentReceiver(net.port, f"silent-{len(connected)}", **kwargs) for _ in range(count))
+        return connected
+
+    yield connect
+    for receiver in connected:
+        receiver.close()
+
+
+@pytest.mark.parametrize("receive_buffer", [4096, None], ids=["small buffers", "ordinary buffers"])
+@pytest.mark.parametrize(
+    ("mib", "segments"), [(64, 16), pytest.param(1024, 400, marks=pytest.mark.slow)], ids=["64 MiB", "1 GiB"]
+)
+def test_receivers_that_do_not_read(net, silent, receive_buffer, mib, segments):
+    """40 receivers that stop reading hold at most 64 MiB, and another one is served as if they were not there."""
+    ref_id = net["server"].call(bad_receivers.offer_lazily, mib, 40)
+    alone = receive(net, mib)
+    net["server"].call(scenes.watch)
+    for receiver in silent(40, receive_buffer=receive_buffer):
+        for number in range(segments):
+            receiver.request(ref_id, number * 2 * MIB, 2 * MIB)
+    beside = receive(net, mib)
+    assert net["server"].call(scenes.grown) <= 64 * MIB
+    # Connections that took half of a segment are closed after 5 seconds, once. The rest is the machine.
+    assert beside <= 15 + 5 * alone
