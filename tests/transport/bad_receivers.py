@@ -50,6 +50,21 @@ class SilentReceiver:
         }
         self._send(Types.DATA, 1, msgpack.packb(headers), b"")
 
+    def send_data(self, transfer: str, start: int, data: bytes, origin: str) -> None:
+        """Send bytes that the server has requested of another cell."""
+        headers = {
+            MessageHeaderKey.CHANNEL: protocol.CHANNEL,
+            MessageHeaderKey.TOPIC: protocol.DATA_TOPIC,
+            MessageHeaderKey.ORIGIN: origin,
+            MessageHeaderKey.FROM_CELL: origin,
+            MessageHeaderKey.DESTINATION: "server",
+            MessageHeaderKey.TO_CELL: "server",
+            MessageHeaderKey.MSG_TYPE: MessageType.REQ,
+            MessageHeaderKey.PAYLOAD_ENCODING: Encoding.BYTES,
+            **protocol.Data(transfer, start).to_headers(),
+        }
+        self._send(Types.DATA, 1, msgpack.packb(headers), data)
+
     def read_frame(self) -> bytes:
         """Read one frame after all."""
         (length,) = struct.unpack(">I", self._read(4))
@@ -74,7 +89,9 @@ class SilentReceiver:
         self._socket.sendall(frame + headers + payload)
 
 
-def offer_lazily(state: State, mib: int, num_receivers: int = 1, timeout: float = 600.0) -> str:
+def offer_lazily(
+    state: State, mib: int, num_receivers: int = 1, timeout: float = 600.0, receiver_ids: list[str] | None = None
+) -> str:
     """Offer a tensor that is not in memory; return the reference."""
     import torch
     from nvflare.fuel.f3.streaming.obj_downloader import ObjectDownloader
@@ -84,8 +101,40 @@ def offer_lazily(state: State, mib: int, num_receivers: int = 1, timeout: float 
     from tests.transport.bad_senders import _Zeros
 
     values = {"T0": LazyTensor(_Zeros(mib * MIB), torch.uint8, (mib * MIB,))}
-    downloader = ObjectDownloader(cell=state.cell, timeout=timeout, num_receivers=num_receivers)
+    downloader = ObjectDownloader(
+        cell=state.cell, timeout=timeout, num_receivers=num_receivers, receiver_ids=receiver_ids
+    )
     return downloader.add_object(TensorDownloadable(values, 2 * MIB, cell=state.cell))
+
+
+def ask_in_vain(state: State, ref_id: str) -> int:
+    """Send NVFlare's first request again and again until it is refused; return how often."""
+    from nvflare.fuel.f3.cellnet.defs import ReturnCode
+    from nvflare.fuel.f3.cellnet.utils import new_cell_message
+    from nvflare.fuel.f3.streaming.download_service import OBJ_DOWNLOADER_CHANNEL, OBJ_DOWNLOADER_TOPIC
+
+    for number in range(600):
+        reply = state.cell.send_request(
+            channel=OBJ_DOWNLOADER_CHANNEL,
+            topic=OBJ_DOWNLOADER_TOPIC,
+            target="server",
+            request=new_cell_message({}, {"ref_id": ref_id}),
+            timeout=30.0,
+        )
+        if reply.get_header(MessageHeaderKey.RETURN_CODE) != ReturnCode.OK:
+            return number
+        time.sleep(0.1)
+    return 600
+
+
+def use_number(state: State, number: str | None) -> None:
+    """Give downloads a number that a test knows, or again one that cannot be guessed."""
+    import uuid
+    from types import SimpleNamespace
+
+    from nvflare_lazy.transport.segments import client
+
+    client.uuid = uuid if number is None else SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=number))
 
 
 def requests_waiting(state: State) -> int:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.transport import bad_receivers, bad_senders, scenes
@@ -57,3 +59,48 @@ def test_receivers_that_do_not_read(net, silent, receive_buffer, mib, segments):
     assert net["server"].call(scenes.grown) <= 64 * MIB
     # Connections that took half of a segment are closed after 5 seconds, once. The rest is the machine.
     assert beside <= 15 + 5 * alone
+
+
+def test_payload_is_not_pinned(net, silent):
+    """Requests that bring no expected receiver forward do not keep a payload; a slow download does."""
+    offered = {
+        name: net["server"].call(bad_receivers.offer_lazily, 64, timeout=3.0, receiver_ids=receivers)
+        for name, receivers in {
+            "a byte": None,
+            "the same": None,
+            "unexpected": ["site-1"],
+            "first requests": None,
+            "slow": ["silent-0"],
+        }.items()
+    }
+    (receiver,) = silent(1)
+    net["site_1"].start(bad_receivers.ask_in_vain, offered["first requests"])
+    here, number, deadline = set(offered), 0, time.monotonic() + 50
+    while here != {"slow"} and number < 60 and time.monotonic() < deadline:
+        receiver.request(offered["a byte"], number, 1)
+        receiver.request(offered["the same"], 0, 1000)
+        receiver.request(offered["unexpected"], number * 1000, 1000)
+        receiver.request(offered["slow"], number * 100_000, 100_000)
+        for _ in range(4):
+            receiver.read_frame()
+        number += 1
+        here = {name for name in here if net["server"].call(bad_receivers.is_offered, offered[name])}
+        time.sleep(0.3)
+    assert here == {"slow"}
+    assert net["site_1"].result() < 600
+
+
+@pytest.mark.parametrize(("origin", "number"), [("silent-0", "1" * 32), ("site-1", "0" * 32)])
+def test_forged_data(net, silent, origin, number):
+    """Data for a download is taken only with the name of its sender and the download's number."""
+    net["server"].call(bad_receivers.use_number, "1" * 32)
+    ref_id = net["site_1"].call(bad_senders.offer, 16, "is slow")
+    (forger,) = silent(1)
+    net["server"].start(bad_senders.receive, "site-1", ref_id)
+    for _ in range(3):
+        for start in range(0, 16 * MIB, 2 * MIB):
+            forger.send_data(number, start, b"\xff" * (2 * MIB), origin)
+    outcome = net["server"].result()
+    net["server"].call(bad_receivers.use_number, None)
+    assert outcome["error"] is None, outcome
+    assert outcome["sum"] == (0 + 1 + 2 + 3) * MIB
