@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sender's side of a download: `Payload`, and the object through which NVFlare's protocol serves it.
 
-Each request names the bytes it needs, so the sender keeps nothing about its receivers: one that is far behind, or asks
-twice, costs the sender no memory.
+Each request names the bytes it needs. The sender only notes which ranges a receiver was sent, to decide whether the
+payload is still needed: a receiver that is far behind, or repeats a request, costs no more memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests for a payload keep it alive: only those that bring an expected receiver nearer to its end.
+"""`ReceiverProgress` decides whether a request keeps its payload available: a receiver must get new bytes in time.
 
-NVFlare ends a transaction after some minutes without a request. A receiver that repeats requests, or asks for a byte
-per second, would keep the tensors in memory for ever.
+NVFlare ends a transaction after some minutes without a request. A receiver that repeats requests, or requests a byte
+per second, would keep the tensors in memory until the job ends.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ReceiverProgress:
             return self._counts(found, nbytes + _REQUEST_BYTES, patience)
 
     def _find(self, receiver: str) -> _Receiver | None:
-        # The cells of a site count together: it can have as many as it likes.
+        # The cells of a site count together: their number is not limited.
         site = receiver.partition(".")[0]
         if site not in self._receivers and len(self._receivers) < _MAX_RECEIVERS:
             self._receivers[site] = _Receiver(time.time())

@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 from nvflare.apis.signal import Signal
+from nvflare.fuel.f3 import communicator
+from nvflare.fuel.f3.cellnet import core_cell
+from nvflare.fuel.f3.drivers import aio_conn, aio_http_driver, grpc_driver, socket_conn
+from nvflare.fuel.f3.drivers.grpc.qq import QQ
+from nvflare.fuel.f3.sfm import conn_manager, sfm_conn
 from nvflare.fuel.f3.streaming import byte_receiver, byte_streamer, cacheable, download_service
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.download_service import DownloadService
@@ -58,6 +63,7 @@ def test_registry():
         (download_service._Ref, "_finalize_receiver", ["self", "to_receiver", "status", "require_pending", "nonce"]),
         (download_service._Transaction, "begin_op", ["self"]),
         (download_service._Transaction, "end_op", ["self"]),
+        (download_service._Transaction, "snapshot_refs", ["self"]),
         (download_service._Transaction, "add_total_bytes", ["self", "byte_count"]),
         (DownloadService, "_register_source_download", ["cell", "source_fqcn", "ref_id", "abort_signal"]),
         (DownloadService, "_unregister_source_download", ["source_fqcn", "ref_id", "signal"]),
@@ -76,11 +82,29 @@ def test_signatures(owner, name, parameters):
     assert list(inspect.signature(getattr(owner, name)).parameters) == parameters
 
 
+def test_connections():
+    """Where a cell's connections are, and what the drivers call their sockets, queues and event loops."""
+    sources = {
+        communicator.Communicator: "self.conn_manager = ",
+        core_cell.CoreCell: "self.communicator = ",
+        sfm_conn.SfmConnection: "self.conn = ",
+        socket_conn.SocketConnection: "self.sock = ",
+        aio_conn.AioConnection: "self.writer = writer\n        self.aio_ctx = ",
+        aio_http_driver.WsConnection: "self.websocket = websocket\n        self.aio_context = ",
+        grpc_driver.StreamConnection: "self.oq = ",
+        QQ: "self.q = ",
+    }
+    for owner, line in sources.items():
+        assert line in inspect.getsource(owner.__init__)
+    assert list(inspect.signature(conn_manager.ConnManager.get_connections).parameters) == ["self", "name"]
+
+
 def test_names_of_the_service():
     """Tables and locks of the download service."""
     assert isinstance(DownloadService._ref_table, dict)
     assert DownloadService._tx_lock.acquire(timeout=60)
     DownloadService._tx_lock.release()
+    assert "now - tx.last_active_time > tx.timeout" in inspect.getsource(DownloadService._monitor_tx)
     assert "receiver_ids" in inspect.signature(download_service._Transaction.__init__).parameters
 
 

@@ -69,14 +69,14 @@ def test_a_byte_per_second(clock):
 
 
 def test_the_same_again(clock):
-    """The same segment again and again is no progress; a segment of another payload position is."""
+    """A repeated segment does not count; the same segment for another site does."""
     progress = ReceiverProgress()
     assert kept_alive(clock, lambda at: progress.sent("site-1", 0, MIB, 600.0), 1.0) <= 700
     assert progress.sent("site-2", 0, MIB, 600.0)
 
 
 def test_cells_of_a_site_count_together(clock):
-    """A site cannot begin again as another of its cells."""
+    """A site does not get more time for another of its cells."""
     progress = ReceiverProgress()
     ended = kept_alive(clock, lambda at: progress.sent(f"site-1.cell-{at}", 0, MIB, 600.0), 1.0)
     assert ended <= 700
@@ -101,7 +101,7 @@ def test_items(clock):
 
 
 def test_number_of_receivers(monkeypatch):
-    """So many receivers are remembered, and no more."""
+    """The number of receivers that are remembered is limited."""
     monkeypatch.setattr(_receiver_progress, "_MAX_RECEIVERS", 3)
     progress = ReceiverProgress()
     assert [progress.sent(f"site-{number}", 0, 1, 600.0) for number in range(5)] == [True, True, True, False, False]

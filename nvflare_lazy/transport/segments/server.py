@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sender's side of segments: answers each request for a range of bytes, and keeps no state per receiver.
+"""The sender's side of segments: answers each request for a range of bytes, the receivers in turn.
 
 A pool of threads answers the requests. NVFlare's threads, which deliver them, also carry the heartbeats; they must not
-wait for a receiver on a slow line. Neither do ours: `_outlets` has the limits. A process ends without joining them:
-NVFlare reports what else is still running at the end of a job, and then ends the process the hard way.
+wait for a receiver on a slow line. The threads of the pool do not wait either: see `_send_limits`. A process ends
+without joining them: NVFlare reports what else is still running at the end of a job, and then kills the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nvflare.fuel.f3.message import Message
 from nvflare_lazy.errors import NVFlareLazyError, ProtocolError
 from nvflare_lazy.transport import _nvflare_private
 from nvflare_lazy.transport.segments import protocol
-from nvflare_lazy.transport.segments._outlets import Send, SendBudget, WaitingRoom
+from nvflare_lazy.transport.segments._send_limits import PausedReceivers, Send, SendBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ class SegmentServer:
         self._waiting = 0
         self._threads = SenderPool(_MAX_THREADS, "nvflare_lazy_send")
         self._budget = SendBudget()
-        self._full = WaitingRoom()
+        self._paused = PausedReceivers()
 
     def offer(self, ref_id: str, payload: Payload) -> None:
         """Answer requests for this payload; it is not kept alive."""
@@ -108,7 +108,7 @@ class SegmentServer:
                 _nvflare_private.has_room(send.connection, _PATIENCE_SECONDS)
                 and self._budget.acquire(send, _PATIENCE_SECONDS)
             ):
-                self._full.call_when(
+                self._paused.call_when(
                     key, partial(self._may_send, send), partial(self._threads.call, self._answer_next, key)
                 )
                 return

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from nvflare_lazy.transport import _nvflare_private
-from nvflare_lazy.transport.segments import _outlets
-from nvflare_lazy.transport.segments._outlets import Send, SendBudget, WaitingRoom
+from nvflare_lazy.transport.segments import _send_limits
+from nvflare_lazy.transport.segments._send_limits import PausedReceivers, Send, SendBudget
 
 MIB = 1 << 20
 
@@ -81,7 +81,7 @@ def test_limit():
 
 def test_slow_receivers_share_half(monkeypatch):
     """Receivers whose last segment took long leave half of the limit to the others."""
-    monkeypatch.setattr(_outlets, "_SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(_send_limits, "_SLOW_SECONDS", -1.0)
     budget = SendBudget(8 * MIB)
     for number in range(10):
         send = Send(2 * MIB, f"slow-{number}", None)
@@ -90,7 +90,7 @@ def test_slow_receivers_share_half(monkeypatch):
     again = [Send(2 * MIB, f"slow-{number}", None) for number in range(3)]
     assert [budget.acquire(send, 0) for send in again] == [True, True, False]
     assert [budget.acquire(Send(2 * MIB, name, None), 0) for name in "ab"] == [True, True]
-    monkeypatch.setattr(_outlets, "_SLOW_SECONDS", 60.0)
+    monkeypatch.setattr(_send_limits, "_SLOW_SECONDS", 60.0)
     for send in again[:2]:
         budget.release(send)  # in time: no longer slow
     assert budget.acquire(Send(4 * MIB, "slow-0", None), 0)
@@ -99,8 +99,8 @@ def test_slow_receivers_share_half(monkeypatch):
 def test_blocked_connection_is_closed(pair, monkeypatch, caplog):
     """A connection that takes nothing is closed if another receiver waits for it; one that takes something is not."""
     connection, peer = pair
-    monkeypatch.setattr(_outlets, "_OVERDUE_SECONDS", 0.2)
-    monkeypatch.setattr(_outlets, "_MIN_PROGRESS_BYTES", 1)
+    monkeypatch.setattr(_send_limits, "_OVERDUE_SECONDS", 0.2)
+    monkeypatch.setattr(_send_limits, "_MIN_PROGRESS_BYTES", 1)
     budget = SendBudget(2 * MIB)
     written = fill(connection.sock)
     send = Send(2 * MIB, "blocked", connection)
@@ -120,18 +120,18 @@ def test_blocked_connection_is_closed(pair, monkeypatch, caplog):
     assert "blocked" in caplog.text
 
 
-def test_waiting_room(monkeypatch):
+def test_paused_receivers(monkeypatch):
     """A receiver is served when its condition is true; the thread ends with the last."""
-    room, served = WaitingRoom(), []
+    paused, served = PausedReceivers(), []
     states = {name: threading.Event() for name in "ab"}
     for name, event in states.items():
-        room.call_when(name, event.is_set, lambda name=name: served.append(name))
+        paused.call_when(name, event.is_set, lambda name=name: served.append(name))
     deadline = time.monotonic() + 60
     for name in "ba":
         states[name].set()
         while name not in served and time.monotonic() < deadline:
             time.sleep(0.005)
     assert served == ["b", "a"]
-    while room._running and time.monotonic() < deadline:
+    while paused._running and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert not room._running
+    assert not paused._running

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on what is being sent: a receiver that does not read holds little memory, and delays no other receiver.
+"""Limits on segments in sending: a receiver that does not read holds little memory, and delays no other receiver.
 
 NVFlare blocks the thread that sends until the connection has taken a message, or queues the message. A segment is
 therefore read only when the connection to its receiver accepts bytes. One that stops accepting them in the middle of a
@@ -114,7 +114,7 @@ class SendBudget:
                 connection.close()
 
 
-class WaitingRoom:
+class PausedReceivers:
     """Receivers that cannot be served at the moment; one thread watches them, as long as there are any."""
 
     def __init__(self) -> None:
