@@ -44,6 +44,7 @@
         │   ├── ArchiveError                         its zip or tar archive is damaged, or holds something else
         │   ├── ForbiddenGlobalError                 its pickle names more than a state dict does
         │   └── SectionError (LookupError)           the requested section is missing
+        ├── ModelDirectoryError                      a Hugging Face directory lacks a file, or does not match a model
         ├── SafetensorsError                         breaks a rule of the format, named by `rule`
         └── ShardError                               the files of a sharded checkpoint do not belong together
             ├── ShardIndexError                      the index is not JSON with a weight map
@@ -175,6 +176,10 @@ class ForbiddenGlobalError(PyTorchCheckpointError):
 
 class SectionError(PyTorchCheckpointError, LookupError):
     """The requested section is not in the checkpoint, or has no named tensors."""
+
+
+class ModelDirectoryError(FormatError):
+    """A Hugging Face directory lacks a file, or its names or shapes do not match those of a model or an adapter."""
 
 
 class SafetensorsError(FormatError):

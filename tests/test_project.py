@@ -72,7 +72,8 @@ def test_constraints_cover_what_the_package_depends_on(pyproject):
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {_normalized(line) for line in lines if "==" in line}
     project = pyproject["project"]
-    wanted = {_normalized(line) for line in project["dependencies"] + project["optional-dependencies"]["dev"]}
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    wanted = {_normalized(line) for group in groups for line in group}
     assert wanted - pinned == set()
 
 

@@ -169,6 +169,7 @@ class RoundExecution:
             tensor_metas(schema.specs),
             metadata=metadata,
             max_shard_size=config.max_shard_size,
+            like=config.like,
             fsync=config.fsync,
         )
         try:

@@ -41,6 +41,7 @@ class Aggregation:
     | exclude tensors | `exclude="running_(mean|var)$"` |
     | skip contributions that do not match | `on_mismatch="skip"`, `on_non_finite="skip"` |
     | write several files | `max_shard_size="5GB"` |
+    | write a directory for `from_pretrained` | `like=HF_DIRECTORY` |
 
     Args:
         rule: The rule: a name, a name with parameters, or an object.
@@ -55,6 +56,7 @@ class Aggregation:
             "skip" the contribution, or raise ("error").
         min_contributors: Minimum number of usable contributions; with fewer, raise.
         max_shard_size: Maximum bytes of a file; a larger result is split into several files.
+        like: A Hugging Face directory, whose configuration and tokenizer are copied next to the result.
         fsync: Whether the result must survive a power failure. Without it, writing is faster; set False if a later step
             flushes the file.
 
@@ -74,6 +76,7 @@ class Aggregation:
     on_non_finite: NonFinitePolicy = "keep"
     min_contributors: int = 1
     max_shard_size: int | str | None = None
+    like: str | os.PathLike[str] | None = None
     fsync: bool = True
 
     def __post_init__(self) -> None:
@@ -114,7 +117,7 @@ class Aggregation:
 
         Args:
             contributions: For each contributor, tensors or arrays by name, lazy or not.
-            out: The file to write, or a directory for `model.safetensors`.
+            out: The file to write, or a directory for `model.safetensors`. A missing directory is created.
             weights: Weights by contributor; only their ratios count. Default: equal weights.
             reference: The global model. If it is passed, contributions must have its names and shapes.
             metadata: Text to store in the result, in addition to its provenance.
@@ -153,6 +156,7 @@ def aggregate(
     on_non_finite: NonFinitePolicy = "keep",
     min_contributors: int = 1,
     max_shard_size: int | str | None = None,
+    like: str | os.PathLike[str] | None = None,
     fsync: bool = True,
     reference: Mapping[str, Any] | None = None,
     metadata: Mapping[str, str] | None = None,
@@ -180,6 +184,7 @@ def aggregate(
         on_non_finite: "keep", "skip" or "error".
         min_contributors: Minimum number of usable contributions.
         max_shard_size: Maximum bytes of a file.
+        like: A Hugging Face directory whose other files are copied next to the result.
         fsync: Whether the result must survive a power failure.
         reference: The global model; see `Aggregation.run`, which describes all arguments down to
             `on_contribution_done`.
@@ -207,6 +212,7 @@ def aggregate(
         on_non_finite,
         min_contributors,
         max_shard_size,
+        like,
         fsync,
     )
     result = aggregation.run(

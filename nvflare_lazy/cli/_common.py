@@ -16,15 +16,48 @@ from typing import TYPE_CHECKING
 import click
 from rich.cells import cell_len
 
-from nvflare_lazy._text import parse_size
+from nvflare_lazy._text import format_size, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
+
+    import torch
+
+    from nvflare_lazy.formats.hugging_face import ModelDirectory
+    from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 
 section_option = click.option(
     "--section",
     metavar="NAME",
     help="Part of a training checkpoint to use, for example 'model' of {'model': ..., 'optimizer': ...}.",
+)
+
+# The names of torch, since the help must not load torch.
+_DTYPES = {
+    "f64": "float64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f8_e4m3": "float8_e4m3fn",
+    "f8_e5m2": "float8_e5m2",
+}
+
+
+def _torch_dtype(context: click.Context, parameter: click.Parameter, value: str | None) -> torch.dtype | None:
+    """Click callback: convert the name of a type."""
+    if value is None:
+        return None
+    import torch
+
+    dtype: torch.dtype = getattr(torch, _DTYPES[value])
+    return dtype
+
+
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(list(_DTYPES), case_sensitive=False),
+    callback=_torch_dtype,
+    help="Cast floating-point tensors to this type; other tensors are unchanged.",
 )
 
 
@@ -46,26 +79,76 @@ def size(context: click.Context, parameter: click.Parameter, value: str | None) 
         raise click.BadParameter(str(error)) from None
 
 
-def resolve_output(path: str, option: str, *, force: bool) -> str:
-    """Return the path of the checkpoint to write: a file, or `model.safetensors` in a directory.
+max_shard_size_option = click.option(
+    "--max-shard-size", metavar="SIZE", callback=size, help="Split larger checkpoints, for example 5GiB."
+)
 
-    Fails if it exists, unless `force` permits to replace it. `option` is the argument's name for messages.
+
+def _like_directory(context: click.Context, parameter: click.Parameter, value: str | None) -> ModelDirectory | None:
+    """Click callback: open a Hugging Face directory."""
+    from nvflare_lazy.errors import ModelDirectoryError
+    from nvflare_lazy.formats.hugging_face import ModelDirectory
+
+    try:
+        return None if value is None else ModelDirectory(value)
+    except ModelDirectoryError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+like_option = click.option(
+    "--like",
+    metavar="HF_DIR",
+    type=click.Path(exists=True, file_okay=False),
+    callback=_like_directory,
+    help="Hugging Face directory whose configuration, tokenizer and other files are copied next to the output.",
+)
+
+
+def resolve_output(path: str, option: str, *, force: bool, like: ModelDirectory | None = None) -> str:
+    """Return the path of the checkpoint to write: a file, or the weights in a directory, which need not exist yet.
+
+    Fails if it exists, or if a file of `like` does, unless `force` permits to replace it. `option` is the argument's
+    name for messages.
     """
-    from nvflare_lazy.formats.safetensors.shards import index_path, parse_shard_name, shard_stem
+    from nvflare_lazy.formats.safetensors.shards import OTHER_SUFFIXES, SUFFIX, index_path, parse_shard_name, shard_stem
+    from nvflare_lazy.formats.safetensors.writer import checkpoint_path
 
-    if os.path.isdir(path):
-        path = os.path.join(path, "model.safetensors")
-    elif not path.endswith(".safetensors"):
-        raise click.UsageError(f"{option} must be a directory or end in .safetensors, got {path!r}.")
-    if force:
-        return path
+    if not path.endswith(SUFFIX) and not os.path.isdir(path):
+        if path.endswith((*OTHER_SUFFIXES, ".json")) or os.path.exists(path):
+            raise click.UsageError(f"{option} must be a directory or end in .safetensors, got {path!r}.")
+        path = os.path.join(path, "")
+    path = checkpoint_path(path, like)
     directory = os.path.dirname(path)
+    if force or not os.path.exists(directory or "."):
+        return path
     names = os.listdir(directory or ".")
     shards = {name for name in names if (shard := parse_shard_name(name)) and shard.stem == shard_stem(path)}
-    taken = sorted(shards.union(names) & {os.path.basename(path), os.path.basename(index_path(path)), *shards})
+    written = {os.path.basename(path), os.path.basename(index_path(path)), *shards}
+    if like is not None and not os.path.samefile(like.path, directory or "."):
+        written.update(map(str, like.companions()))
+    taken = sorted(shards.union(names) & written)
     if taken:
         raise click.ClickException(f"{printable(os.path.join(directory, taken[0]))} exists; set --force to replace it")
     return path
+
+
+def save_and_print(
+    tensors: LazyTensorDict,
+    target: str,
+    what: str,
+    *,
+    dtype: torch.dtype | None,
+    max_shard_size: int | None,
+    like: ModelDirectory | None,
+) -> None:
+    """Save tensors to the file `target` with a progress bar, and print the path and their number and size."""
+    import nvflare_lazy
+    from nvflare_lazy.formats.save_checkpoint import tensor_meta
+
+    nbytes = sum(tensor_meta(name, entry, dtype=dtype).nbytes for name, entry in tensors.entries.items())
+    with progress(what, nbytes) as done:
+        saved = nvflare_lazy.save(tensors, target, max_shard_size=max_shard_size, dtype=dtype, like=like, progress=done)
+    click.echo(f"{printable(display_path(saved, target))}: {count(len(tensors), 'tensor')}, {format_size(nbytes)}")
 
 
 def display_path(saved: Path, target: str) -> str:

@@ -16,13 +16,25 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nvflare_lazy._text import format_size
-from nvflare_lazy.cli._common import count, display_path, error_line, printable, progress, regex, resolve_output, size
+from nvflare_lazy.cli._common import (
+    count,
+    display_path,
+    error_line,
+    like_option,
+    max_shard_size_option,
+    printable,
+    progress,
+    regex,
+    resolve_output,
+    size,
+)
 
 if TYPE_CHECKING:
     import re
     from collections.abc import Callable
 
     from nvflare_lazy.aggregation import AggregationReport, Progress
+    from nvflare_lazy.formats.hugging_face import ModelDirectory
 
 
 def _rule_args(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
@@ -54,7 +66,7 @@ def _weights(context: click.Context, parameter: click.Parameter, value: str | No
     required=True,
     metavar="FILE_OR_DIR",
     type=click.Path(),
-    help="Output: NAME.safetensors, or a directory.",
+    help="Output: NAME.safetensors, or a directory, which is created if it is missing.",
 )
 @click.option(
     "--rule",
@@ -86,7 +98,8 @@ def _weights(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Threads to use. Default: one per core.")
 @click.option("--exclude", callback=regex, metavar="REGEX", help="Exclude tensors whose names match REGEX.")
 @click.option("--skip-invalid", is_flag=True, help="Skip INPUTS that do not match the others or contain NaN.")
-@click.option("--max-shard-size", metavar="SIZE", callback=size, help="Split larger results, for example 5GiB.")
+@max_shard_size_option
+@like_option
 @click.option("--force", is_flag=True, help="Replace the output if it exists.")
 def aggregate(
     inputs: tuple[str, ...],
@@ -101,6 +114,7 @@ def aggregate(
     exclude: re.Pattern[str] | None,
     skip_invalid: bool,
     max_shard_size: int | None,
+    like: ModelDirectory | None,
     force: bool,
 ) -> None:
     """Aggregate several checkpoints into one.
@@ -114,7 +128,7 @@ def aggregate(
         raise click.UsageError("The same INPUT is given twice; set --weights to give it more weight.")
     if weights is not None and len(weights) != len(inputs):
         raise click.UsageError(f"--weights has {len(weights)} numbers for {len(inputs)} INPUTS.")
-    target = resolve_output(out, "--out", force=force)
+    target = resolve_output(out, "--out", force=force, like=like)
 
     import nvflare_lazy
     from nvflare_lazy.aggregation import Aggregation
@@ -130,6 +144,7 @@ def aggregate(
             on_mismatch="skip" if skip_invalid else "error",
             on_non_finite="skip" if skip_invalid else "keep",
             max_shard_size=max_shard_size,
+            like=like,
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from None

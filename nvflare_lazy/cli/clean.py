@@ -12,7 +12,7 @@ from nvflare_lazy._text import format_size
 from nvflare_lazy.cli._common import columns, count, printable
 
 
-@click.command()
+@click.command(short_help="List scratch, and remove that of processes that no longer exist.")
 @click.option("--scratch-dir", type=click.Path(), help="Scratch root. Default: the current user's.")
 @click.option("--remove", is_flag=True, help="Remove scratch of processes that no longer exist. Default: list it.")
 @click.option(

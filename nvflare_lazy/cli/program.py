@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Each is a function in the module of its name, which is loaded when it is used. These modules import nothing heavy at
 # their top, since `--help` loads them all.
-COMMANDS = ("inspect", "convert", "verify", "aggregate", "doctor", "clean")
+COMMANDS = ("inspect", "convert", "export", "merge-lora", "verify", "aggregate", "doctor", "clean")
 
 
 class LazyCommandGroup(click.Group):
@@ -39,7 +39,8 @@ class LazyCommandGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(f"nvflare_lazy.cli.{cmd_name}"), cmd_name)
+        name = cmd_name.replace("-", "_")
+        command: click.Command = getattr(importlib.import_module(f"nvflare_lazy.cli.{name}"), name)
         return command
 
     def resolve_command(

@@ -47,6 +47,7 @@ def save(
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
     dtype: torch.dtype | None = None,
+    like: str | os.PathLike[str] | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Path:
     """Save tensors as safetensors; the old checkpoint stays until all of them are on the disk.
@@ -60,11 +61,14 @@ def save(
 
     Args:
         tensors: Tensors or arrays by name, lazy or ordinary.
-        path: The file; in a directory, the name is `model.safetensors`.
+        path: The file, or a directory, such as "newdir/", for a file `model.safetensors`. A missing directory is
+            created.
         metadata: Text to store with them, in addition to `format: pt`, which transformers and accelerate require.
             A given `format` is kept. Default: the metadata of a `LazyTensorDict`.
         max_shard_size: Split a larger checkpoint, for example "5GB", into several files and an index.
         dtype: Cast floating-point tensors to this type. Values that are too large for it are logged as a warning.
+        like: A Hugging Face directory, whose configuration, tokenizer and adapter configuration are copied next to the
+            tensors, so that `from_pretrained(path)` loads them.
         progress: Called with a number of bytes each time some were written.
 
     Returns:
@@ -83,7 +87,7 @@ def save(
     # Recipes, where there are some: a tensor that torch cannot hold can be copied all the same.
     values = tensors.entries if isinstance(tensors, LazyTensorDict) else tensors
     in_order = in_file_order([tensor_meta(name, value, dtype=dtype) for name, value in values.items()])
-    with StreamingWriter(path, in_order, metadata=metadata, max_shard_size=max_shard_size) as writer:
+    with StreamingWriter(path, in_order, metadata=metadata, max_shard_size=max_shard_size, like=like) as writer:
         overflows = {}
         for meta in in_order:
             source = tensor_bytes(meta.name, values[meta.name], dtype=dtype)

@@ -97,8 +97,13 @@ def test_existing_sharded_result(cli, models):
 
 
 def test_where_the_result_goes(cli, models):
-    """A file is called NAME.safetensors, so that a directory which is not there is no file."""
-    code, _, err = cli("aggregate", *models, "--out", "new-directory")
+    """A file is called NAME.safetensors; another name is a directory, which is created, with the files of --like."""
+    os.mkdir("like")
+    Path("like/adapter_config.json").write_text("{}")
+    code, out, _ = cli("aggregate", *models, "--out", "new-directory", "--like", "like")
+    assert (code, out.partition(":")[0]) == (0, "new-directory/adapter_model.safetensors")
+    assert sorted(os.listdir("new-directory")) == ["adapter_config.json", "adapter_model.safetensors"]
+    code, _, err = cli("aggregate", *models, "--out", "model.pt")
     assert (code, "end in .safetensors" in err) == (2, True)
 
 

@@ -123,11 +123,41 @@ def test_extras_are_left_out_aloud(cli, training):
     assert err == "Skipped, not tensors: optimizer, epoch\n"
 
 
-def test_into_a_directory(cli, model, tensors):
-    """A directory gets the file that others look for in one."""
+@pytest.mark.parametrize("target", ["out", "out/", "new/out", "new/out/model.safetensors"])
+def test_into_a_directory(cli, model, tensors, target):
+    """A directory gets the file that others look for in one, and is created if it is missing."""
     os.mkdir("out")
-    assert cli("convert", model, "out").out.startswith("out/model.safetensors: ")
-    assert same(load_file("out/model.safetensors"), tensors)
+    directory = target.removesuffix("/").removesuffix("/model.safetensors")
+    assert cli("convert", model, target).out.startswith(f"{directory}/model.safetensors: ")
+    assert same(load_file(f"{directory}/model.safetensors"), tensors)
+
+
+def test_the_other_files_of_a_directory(cli, model):
+    """They are copied from another directory, and do not replace others without --force."""
+    for name, content in (("config.json", "{}"), ("tokenizer.json", "[]"), ("trainer_state.json", "{}")):
+        Path("like").mkdir(exist_ok=True)
+        Path("like", name).write_text(content)
+    assert cli("convert", model, "out", "--like", "like", "--max-shard-size", "20KB").code == 0
+    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert sorted(os.listdir("out")) == ["config.json", *shards, "model.safetensors.index.json", "tokenizer.json"]
+    Path("other").mkdir()
+    Path("other", "tokenizer.json").write_text("precious")
+    code, _, err = cli("convert", model, "other", "--like", "like")
+    assert (code, err) == (1, "Error: other/tokenizer.json exists; set --force to replace it\n")
+    assert cli("convert", model, "other", "--like", "like", "--force").code == 0
+    assert Path("other", "tokenizer.json").read_text() == "[]"
+    code, _, err = cli("convert", model, "more", "--like", "out/..")
+    assert code == 2
+    assert "it has neither config.json nor adapter_config.json" in err
+    assert not os.path.exists("more")
+
+
+def test_a_new_directory_goes_with_a_failure(cli, model):
+    """Nothing is left of a conversion that fails."""
+    write_sparse(Path("f4"), {"w": ("F4", (4, 8))})
+    assert cli("convert", "gone", "new/out").code == 1
+    assert cli("convert", "f4", "new/out", "--dtype", "bf16").code == 1
+    assert not os.path.exists("new")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +196,6 @@ def test_a_dangling_link_is_there(cli, model):
     [
         ("out.bin", 2, "OUTPUT must be a directory or end in .safetensors, got 'out.bin'."),
         ("out.safetensors.index.json", 2, "OUTPUT must be a directory or end in .safetensors"),
-        ("no/out.safetensors", 1, "no: No such file or directory"),
         ("in.safetensors/out.safetensors", 1, "in.safetensors: Not a directory"),
     ],
 )

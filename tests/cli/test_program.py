@@ -31,11 +31,11 @@ def test_help_lists_the_commands(cli, option):
     """All of them, each with a line about it."""
     code, out, _ = cli(option)
     assert code == 0
-    listed = re.findall(r"^  ([a-z]+)  +[A-Z].*\.$", out, flags=re.MULTILINE)
+    listed = re.findall(r"^  ([a-z][a-z-]*)  +[A-Z].*\.$", out, flags=re.MULTILINE)
     assert listed == list(COMMANDS)
 
 
-@pytest.mark.parametrize("name", ["inspect", "convert", "verify"])
+@pytest.mark.parametrize("name", ["inspect", "convert", "export", "merge-lora", "verify"])
 def test_help_of_a_command(cli, name):
     """Says what it does, and explains each of its options."""
     code, out, _ = cli(name, "--help")
@@ -73,7 +73,7 @@ def test_clean_does_not_load_torch(tmp_path):
     ("args", "message"),
     [
         (["inspct", "f"], "No such command 'inspct'. Did you mean 'inspect'?"),
-        (["destroy"], "No such command 'destroy'. Available: inspect, convert, verify"),
+        (["destroy"], "No such command 'destroy'. Available: inspect, convert, export"),
         (["--vresion"], "No such option '--vresion'."),
         (["inspect"], "Missing argument 'FILE'."),
         (["inspect", "a", "b"], "Got unexpected extra argument (b)"),

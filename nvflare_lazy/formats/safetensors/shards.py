@@ -36,7 +36,7 @@ WEIGHT_MAP = "weight_map"
 # Of a trillion parameters in two hundred thousand tensors it is a fifth of this.
 _MAX_INDEX_BYTES = 100_000_000
 # What else a directory may hold that can be opened, but not by naming the directory.
-_OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".tar")
+OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".tar")
 
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5,})-of-(?P<of>\d{5,})(?:\.g(?P<generation>\d+))?\.safetensors", re.S)
 
@@ -168,7 +168,7 @@ def open_directory(directory: str, open_file: Callable[[str], LazyTensorDict]) -
 def _indexes(directory: str, names: list[str], files: set[str]) -> list[str]:
     """Return the indexes that may count: of PyTorch files only where there is nothing of safetensors."""
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    foreign = [name for name in indexes if name[: -len(INDEX_SUFFIX)].endswith(_OTHER_SUFFIXES)]
+    foreign = [name for name in indexes if name[: -len(INDEX_SUFFIX)].endswith(OTHER_SUFFIXES)]
     own = [
         name
         for name in indexes
@@ -223,7 +223,7 @@ def _open_all(directory: str, files: list[str], open_file: Callable[[str], LazyT
 
 
 def _raise_no_checkpoint(directory: str, names: list[str]) -> NoReturn:
-    other = [name for name in names if name.endswith(_OTHER_SUFFIXES)]
+    other = [name for name in names if name.endswith(OTHER_SUFFIXES)]
     if "saved_model.pb" in names:
         found = "a TensorFlow SavedModel: export its weights to safetensors first"
     elif other:

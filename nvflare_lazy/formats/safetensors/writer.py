@@ -7,11 +7,12 @@ arrives and nothing is buffered. A checkpoint that does not match its declared m
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
 from bisect import bisect_left, insort
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,10 +20,11 @@ from nvflare_lazy._text import parse_size, quoted
 from nvflare_lazy.errors import MetadataMismatchError, SaveError
 from nvflare_lazy.formats._commit import publish_file, publish_shards
 from nvflare_lazy.formats.atomic_file import AtomicFile
+from nvflare_lazy.formats.hugging_face.model_directory import WEIGHTS_NAME, ModelDirectory
 from nvflare_lazy.formats.safetensors._copy import TILE_BYTES, copy_into
 from nvflare_lazy.formats.safetensors.header import encode_header, end_of
 from nvflare_lazy.formats.safetensors.layout import TensorMeta, in_file_order, split_into_shards
-from nvflare_lazy.formats.safetensors.shards import index_path
+from nvflare_lazy.formats.safetensors.shards import SUFFIX, index_path
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.strided_source import StridedSource
 from nvflare_lazy.tensors.tensor_file import TensorFile
@@ -57,10 +59,12 @@ class StreamingWriter:
     Args:
         path: Where it will appear. A sharded checkpoint's files are named after it: `model.safetensors` becomes
             `model-00001-of-00002.safetensors` and so on, and `model.safetensors.index.json`. In a directory, the
-            name is `model.safetensors`.
+            name is `model.safetensors`. A missing directory is created. A path that ends with a slash is a directory.
         state_dict_meta: The tensors that will be written, all of them, in any order.
         metadata: Text to store with them, in addition to `FORMAT`, which does not replace a given `format`.
         max_shard_size: Split what is larger into files of at most so many bytes of tensors each.
+        like: A Hugging Face directory. The files that belong next to its weights are copied next to these, and in a
+            directory the name is that of its weights. A path without the suffix `.safetensors` is a directory then.
         fsync: Have the bytes on the disk before the checkpoint appears. Without, a power failure soon after may
             leave the name of a file without content.
 
@@ -77,10 +81,11 @@ class StreamingWriter:
         *,
         metadata: Mapping[str, str] | None = None,
         max_shard_size: int | str | None = None,
+        like: str | os.PathLike[str] | None = None,
         fsync: bool = True,
     ) -> None:
-        self.path = os.path.join(path, "model.safetensors") if os.path.isdir(path) else os.fspath(path)
-        self.path = os.path.realpath(self.path)
+        self._like = None if like is None else ModelDirectory.of(like)
+        self.path = os.path.realpath(checkpoint_path(path, self._like))
         #: The text in the header of each file.
         self.metadata = {**FORMAT, **(metadata or {})}
         self._fsync = fsync
@@ -90,6 +95,7 @@ class StreamingWriter:
         self._tiles = threading.local()
         self._failure: Exception | None = None
         self._committed = False
+        self._made_directories = _make_directories(os.path.dirname(self.path))
         with ExitStack() as undo:
             undo.callback(self.abort)
             for shard in _shards(self.path, state_dict_meta, max_shard_size):
@@ -158,6 +164,9 @@ class StreamingWriter:
         """
         try:
             self._check_complete()
+            if self._like is not None:
+                # Before the weights: a directory with weights is complete.
+                self._like.copy_companions(os.path.dirname(self.path))
             if len(self._shards) == 1:
                 publish_file(self._shards[0][0])
             else:
@@ -175,6 +184,10 @@ class StreamingWriter:
         """Remove the written data. Does nothing after a commit, or a second time."""
         for file, _ in self._shards:
             file.close()
+        if not self._committed:
+            for directory in self._made_directories:
+                with suppress(OSError):
+                    os.rmdir(directory)
 
     def __enter__(self) -> Self:
         return self
@@ -232,6 +245,28 @@ class StreamingWriter:
         if tile is None:
             tile = self._tiles.tile = memoryview(mmap.mmap(-1, TILE_BYTES))
         return tile
+
+
+def checkpoint_path(path: str | os.PathLike[str], like: ModelDirectory | None = None) -> str:
+    """Return the file that `path` means: itself, or the weights in a directory."""
+    path = os.fspath(path)
+    is_directory = os.path.isdir(path) or path.endswith(os.sep) or (like is not None and not path.endswith(SUFFIX))
+    return os.path.join(path, WEIGHTS_NAME if like is None else like.weights_name) if is_directory else path
+
+
+def _make_directories(path: str) -> list[str]:
+    """Create a directory and return those that did not exist, the innermost first."""
+    missing = []
+    parent = path
+    while not os.path.isdir(parent):
+        missing.append(parent)
+        parent = os.path.dirname(parent)
+    for directory in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(directory)
+        if not os.path.isdir(directory):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory)
+    return missing
 
 
 def _shards(

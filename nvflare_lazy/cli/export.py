@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nvflare-lazy export`: write the result of a job as a Hugging Face directory, which `from_pretrained` loads.
+
+Copies a tile at a time, so the model need not fit in memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from nvflare_lazy.cli._common import (
+    dtype_option,
+    max_shard_size_option,
+    resolve_output,
+    save_and_print,
+    section_option,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+# Where NVFlare's PyTorch persistor keeps the weights in its files.
+_NVFLARE_SECTION = "model"
+
+
+@click.command()
+@click.argument("result", metavar="RESULT", type=click.Path())
+@click.option(
+    "--base",
+    required=True,
+    metavar="HF_DIR",
+    type=click.Path(exists=True, file_okay=False),
+    help="Initial Hugging Face directory of the job: a model, or a PEFT adapter.",
+)
+@click.option("--adapter", is_flag=True, help="RESULT is an adapter, also if HF_DIR has a config.json.")
+@click.option("-o", "--out", required=True, metavar="OUT", type=click.Path(), help="Directory to write.")
+@section_option
+@dtype_option
+@max_shard_size_option
+@click.option("--force", is_flag=True, help="Replace the model in OUT if it exists.")
+def export(
+    result: str,
+    base: str,
+    adapter: bool,
+    out: str,
+    section: str | None,
+    dtype: torch.dtype | None,
+    max_shard_size: int | None,
+    force: bool,
+) -> None:
+    """Write the result of a job as a Hugging Face directory.
+
+    RESULT is any checkpoint, for example FL_global_model.safetensors or FL_global_model.pt. Its tensors are matched
+    by name with HF_DIR: a prefix that NVFlare's Hugging Face client added or stripped is recognized, and tied
+    embeddings are stored as in HF_DIR. If a tensor is missing or unexpected, nothing is written. The configuration,
+    tokenizer and similar files are copied from HF_DIR.
+    """
+    from nvflare_lazy.formats.hugging_face import ModelDirectory
+    from nvflare_lazy.formats.hugging_face.match import match_model_directory
+
+    directory = ModelDirectory(base, adapter=adapter or None)
+    target = resolve_output(out, "--out", force=force, like=directory)
+
+    import nvflare_lazy
+    from nvflare_lazy.errors import SectionError
+
+    try:
+        tensors = nvflare_lazy.open(result, section=section or _NVFLARE_SECTION)
+    except SectionError:
+        if section is not None:
+            raise
+        tensors = nvflare_lazy.open(result)
+    matched = match_model_directory(tensors, directory)
+    save_and_print(matched, target, "Exporting", dtype=dtype, max_shard_size=max_shard_size, like=directory)
