@@ -8,10 +8,14 @@ import shutil
 import signal
 import threading
 import time
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 from tests.transport import scenes
 from tests.transport.peers import State
+
+if TYPE_CHECKING:
+    from nvflare_lazy.transport.limits import PayloadLimits
 
 MIB = 1 << 20
 
@@ -33,15 +37,42 @@ def offer(state: State, mib: int = 16, fault: str | None = None, at: float = 0.0
     return _add(state, made)
 
 
-def offer_items(state: State, items: list[bytes], endless: bool = False) -> str:
-    """Offer items in NVFlare's form, as they are given; return the reference."""
+def offer_names(state: State, count: int, name_bytes: int, stalls: bool = False) -> str:
+    """Offer tensors of one byte with long names that JSON escapes; return the reference."""
+    import torch
+
+    from nvflare_lazy.transport.tensor_downloader import TensorDownloadable
+
+    values = {f"{i:06}".ljust(name_bytes, "\x01"): torch.zeros(1, dtype=torch.uint8) for i in range(count)}
+    made = TensorDownloadable(values, 2 * MIB, cell=state.cell)
+    if stalls:
+        made._payload = _bad_payload(made._payload, "stalls", 0.0)
+    return _add(state, made)
+
+
+def receive_all(state: State, offers: list[tuple[str, str]], **kwargs: Any) -> tuple[list[dict[str, Any]], int]:
+    """Receive several payloads at once; return what became of each, and by how much memory grew."""
+    watch = scenes.Watch()
+    with ThreadPoolExecutor(len(offers)) as pool:
+        outcomes = list(pool.map(lambda offer: receive(state, *offer, **kwargs), offers))
+    return outcomes, watch.grown()
+
+
+def offer_items(state: State, items: list[bytes], endless: str | None = None) -> str:
+    """Offer items in NVFlare's form, as they are given, or without end; return the reference."""
     from nvflare.fuel.f3.streaming.download_service import Downloadable, ProduceRC
+
+    def made(number: int) -> list[bytes]:
+        if endless == "nothing":
+            return []
+        name = "T0" if endless == "the same" else f"T{number}"
+        return [item(name, MIB if endless == "tensors" else 0)]
 
     class Scripted(Downloadable):
         def produce(self, position: dict | None, requester: str) -> tuple:
             start = 0 if not position else position["start"] + position["count"]
             if endless:
-                return ProduceRC.OK, [item(f"T{start}", MIB)], {"start": start, "count": 1}
+                return ProduceRC.OK, made(start), {"start": start, "count": 1}
             if start >= len(items):
                 return ProduceRC.EOF, None, {}
             return ProduceRC.OK, [items[start]], {"start": start, "count": 1}
@@ -130,6 +161,7 @@ def receive(
     delete_after: float | None = None,
     min_free: int | None = None,
     hold: str | None = None,
+    limits: PayloadLimits | None = None,
 ) -> dict[str, Any]:
     """Download, and say how that went and what it left behind."""
     from nvflare.apis.signal import Signal
@@ -138,6 +170,7 @@ def receive(
     from nvflare_lazy.transport import offload
     from nvflare_lazy.transport._backends import TORCH
     from nvflare_lazy.transport._disk_consumer import DiskConsumer
+    from nvflare_lazy.transport.limits import PayloadTally
     from nvflare_lazy.transport.receive import RemotePayload
     from nvflare_lazy.transport.receive import receive as receive_into
     from nvflare_lazy.transport.tensor_downloader import TensorConsumer
@@ -145,7 +178,8 @@ def receive(
     abort = Signal()
     if abort_after is not None:
         threading.Timer(abort_after, abort.trigger, ["enough"]).start()
-    remote = RemotePayload(offload.runtime, state.cell, fqcn, ref_id, timeout=timeout, abort=abort)
+    tally = None if limits is None else PayloadTally(limits)
+    remote = RemotePayload(offload.runtime, state.cell, fqcn, ref_id, timeout=timeout, abort=abort, tally=tally)
     started = time.monotonic()
     outcome: dict[str, Any] = {"error": None, "text": "", "tensors": 0}
     job = JobScratch.open(root or state.scratch_root, job="tests", quota=quota, min_free=min_free, warn=False)
@@ -162,7 +196,8 @@ def receive(
         else:
             received = receive_into(TensorConsumer(), remote)
         outcome["tensors"] = len(received)
-        outcome["sum"] = sum(float(tensor.sum()) for tensor in received.values()) if quota is None else None
+        few = quota is None and len(received) < 1000
+        outcome["sum"] = sum(float(tensor.sum()) for tensor in received.values()) if few else None
     except Exception as error:
         outcome.update(error=type(error).__name__, text=str(error))
         del error

@@ -107,7 +107,8 @@ class _FakeCore:
         self._callbacks[topic] = cb
 
     def fire_and_forget(self, channel: str, topic: str, target: str, message: Message, **_: Any) -> dict[str, Any]:
-        def take(headers: dict[str, Any], payload: Any, origin: Any = SENDER) -> None:
+        def take(headers: Any, payload: Any, origin: Any = SENDER) -> None:
+            headers = headers if isinstance(headers, dict) else {}
             self._callbacks[protocol.DATA_TOPIC](Message({**headers, MessageHeaderKey.ORIGIN: origin}, payload))
 
         error = self.sender.on_request(message.get_header(protocol.KEY), take)

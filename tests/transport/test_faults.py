@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from nvflare_lazy.transport.limits import PayloadLimits
 from nvflare_lazy.transport.segments.protocol import SEGMENT_BYTES
 from tests.transport import bad_senders, scenes
 from tests.transport.peers import Net
@@ -204,9 +205,52 @@ def test_never_ends(net):
     ref_id = net["site_1"].call(bad_senders.offer, 1, "never ends")
     outcome = net["server"].call(bad_senders.receive, "site-1", ref_id, quota=8 << 20)
     assert_failed(outcome, "QuotaExceededError")
-    ref_id = net["site_1"].call(bad_senders.offer_items, [], endless=True)
+    ref_id = net["site_1"].call(bad_senders.offer_items, [], endless="tensors")
     outcome = net["server"].call(bad_senders.receive, "site-1", ref_id, quota=8 << 20)
     assert_failed(outcome, "QuotaExceededError")
+
+
+def test_offer_beyond_the_limit(net):
+    """A terabyte is refused when it is offered, whatever the quota; nothing was reserved or requested for it."""
+    ref_id = net["site_1"].call(bad_senders.offer, 1, "never ends")
+    outcome = net["server"].call(bad_senders.receive, "site-1", ref_id, limits=PayloadLimits(nbytes=1 << 30))
+    assert_failed(outcome, "ProtocolError", "site-1 sends 1.0 TiB of tensors in one message")
+    assert "more than the limit of 1.0 GiB" in outcome["text"]
+    assert "max_result_size" in outcome["text"]
+
+
+@pytest.mark.parametrize(
+    ("endless", "text"),
+    [
+        ("empty tensors", "301 tensors in one message, more than the limit of 300"),
+        ("tensors", "more than the limit of 64.0 MiB"),
+        ("the same", "T0"),
+        ("nothing", "replies without an item"),
+    ],
+)
+def test_endless_items(net, endless, text, to_disk):
+    """Items without end from a sender without the package: bytes, names and empty replies are counted."""
+    ref_id = net["site_1"].call(bad_senders.offer_items, [], endless=endless)
+    limits = PayloadLimits(nbytes=64 << 20, tensors=300)
+    outcome = net["server"].call(bad_senders.receive, "site-1", ref_id, to_disk=to_disk, limits=limits)
+    assert_failed(outcome, "ProtocolError", text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paused", ["site_1", "server"])
+def test_pause(net, paused):
+    """A transfer in which a process is paused for 40 s succeeds, also if that is longer than the receiver waits."""
+    ref_id = net["site_1"].call(bad_senders.offer, 64, "is slow")
+    net["server"].start(bad_senders.receive, "site-1", ref_id, timeout=20.0 if paused == "server" else 60.0)
+    deadline = time.monotonic() + 60
+    while not scenes.files_under(net.scratch_root) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    net[paused].stop()
+    time.sleep(40)
+    net[paused].resume()
+    outcome = net["server"].result()
+    assert outcome["error"] is None, outcome
+    assert outcome["seconds"] > 40
 
 
 def test_disk_full(net, tmp_path):

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.transport import scenes
+from nvflare_lazy.transport.limits import PayloadLimits, PayloadSize
+from tests.transport import bad_senders, scenes
 from tests.transport.peers import Net
 
 MIB = 1 << 20
@@ -106,3 +107,34 @@ def test_bytes_under_way(net):
     assert net["site_1"].call(scenes.max_in_flight) <= 4 * MIB
     assert net["site_1"].call(scenes.nbytes_received) == 64 * MIB
     net["site_1"].call(scenes.limit_under_way, 32 * MIB)
+
+
+MODEL = PayloadSize(nbytes=64 * MIB, tensors=5000, name_bytes=150_000)
+SITES = ("site_1", "site_2", "site_3")
+
+
+def attack(net, make, *args, limits, timeout=3.0, **kwargs):
+    """Let three clients send something at once; return what became of it, and the growth of the server's memory."""
+    offers = [(net[name].fqcn, net[name].call(make, *args, **kwargs)) for name in SITES]
+    return net["server"].call(bad_senders.receive_all, offers, limits=limits, timeout=timeout)
+
+
+@pytest.mark.parametrize("stalls", [False, True], ids=["complete", "stalled"])
+def test_lists_of_long_names(net, stalls):
+    """Three clients send as many and as long names as a model of 5,000 tensors permits."""
+    limits = PayloadLimits.for_model(MODEL)
+    length = limits.name_bytes // limits.tensors
+    outcomes, grown = attack(net, bad_senders.offer_names, limits.tensors, length, stalls=stalls, limits=limits)
+    expected = (["PeerLostError"] if stalls else [None]) * 3
+    assert [outcome["error"] for outcome in outcomes] == expected
+    assert grown <= (32 + 64) * MIB
+
+
+@pytest.mark.slow
+def test_half_a_million_names_while_no_model_is_known(net):
+    """Lists of tensors of the largest size that is accepted take turns; the tensors themselves take a kilobyte each."""
+    outcomes, grown = attack(
+        net, bad_senders.offer_names, 500_000, 64, stalls=True, limits=PayloadLimits(), timeout=90.0
+    )
+    assert {outcome["error"] for outcome in outcomes} == {"PeerLostError"}
+    assert grown <= 3 * 500_000 * 400 + 400 * MIB
