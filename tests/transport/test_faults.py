@@ -241,7 +241,7 @@ def test_endless_items(net, endless, text, to_disk):
 def test_pause(net, paused):
     """A transfer in which a process is paused for 40 s succeeds, also if that is longer than the receiver waits."""
     ref_id = net["site_1"].call(bad_senders.offer, 64, "is slow")
-    net["server"].start(bad_senders.receive, "site-1", ref_id, timeout=20.0 if paused == "server" else 60.0)
+    net["server"].start(bad_senders.receive, "site-1", ref_id, timeout=35.0 if paused == "server" else 60.0)
     deadline = time.monotonic() + 60
     while not scenes.files_under(net.scratch_root) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -202,7 +202,8 @@ class SegmentDownload:
         since = self._unreachable_since
         if since is not None and now - since > min(_UNREACHABLE_SECONDS, remote.timeout):
             raise PeerLostError(
-                f"there is no way to {remote.from_fqcn} any more, with {self._done} of {self._nbytes} bytes here"
+                f"{remote.from_fqcn} has been unreachable for {now - since:.0f} s, "
+                f"with {self._done} of {self._nbytes} bytes here"
             )
 
     def _request_more(self) -> None:

@@ -136,7 +136,6 @@ def decode(
     except ProtocolError as error:
         raise ProtocolError(f"invalid list of tensors from {sender}: {error}") from None
     except Exception as error:
-        # Untrusted input: whatever it made the decoder stumble over.
         raise ProtocolError(f"damaged list of tensors from {sender}: {type(error).__name__}: {error}") from None
 
 
@@ -168,7 +167,8 @@ class _Decoder:
         version, backend, count, total = self._next(4)
         if type(version) is not int or version != VERSION or backend != self._backend.name:
             raise ProtocolError(
-                f"version {quoted(version)} of a list of {quoted(backend)} where {self._backend.name} was due"
+                f"expected version {VERSION} of a list of {self._backend.name}, "
+                f"got version {quoted(version)} of {quoted(backend)}"
             )
         if not _is_count(count) or count > self._limits.tensors:
             raise ProtocolError(f"{quoted(count)} tensors, more than the limit of {self._limits.tensors}")
@@ -183,7 +183,7 @@ class _Decoder:
             items.append(item)
             end = max(end, item.offset + item.nbytes)
         if next(iter(self._unpacker), None) is not None:
-            raise ProtocolError(f"it goes on after the {count} tensors that it counts")
+            raise ProtocolError(f"bytes follow the last of its {count} tensors")
         if not _is_count(total) or end != total:
             raise ProtocolError(f"the tensors have {end} bytes, and {quoted(total)} were announced")
         return Manifest(tuple(items), end)
@@ -194,7 +194,7 @@ class _Decoder:
         except StopIteration:
             raise ProtocolError("it ends before the last tensor") from None
         if not isinstance(value, tuple) or len(value) != length:
-            raise ProtocolError(f"a record of {length} fields was due")
+            raise ProtocolError(f"expected a record of {length} fields")
         return value
 
     def _item(self, index: int, end: int) -> ManifestItem:
@@ -219,7 +219,7 @@ class _Decoder:
                 self._first[end] = nbytes
             return ManifestItem(name, dtype, shape, nbytes, end, False)
         if type(alias) is not int or self._first.get(alias) != nbytes:
-            raise ProtocolError(f"{quoted(name)} shares the bytes of a tensor that is not there, at {quoted(alias)}")
+            raise ProtocolError(f"{quoted(name)} shares the bytes of a missing tensor, at {quoted(alias)}")
         return ManifestItem(name, dtype, shape, nbytes, alias, True)
 
 

@@ -98,5 +98,5 @@ def test_types_that_are_none(encoded):
 def test_kinds_do_not_mix():
     """A list of arrays is not taken for one of tensors."""
     laid = manifests.lay_out([("a", np.dtype("f4"), (3,), 12, None)])
-    with pytest.raises(ProtocolError, match="a list of 'numpy' where torch was due"):
+    with pytest.raises(ProtocolError, match="a list of torch, got version 1 of 'numpy'"):
         manifests.decode(manifests.encode(laid, NUMPY), TORCH, "site-1")
