@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text for users: sizes such as "256MiB", "1.5 GB" or "5%", and untrusted text quoted in messages."""
+"""Text for users: sizes such as "256MiB", "1.5 GB" or "5%", and untrusted text made safe for messages and logs.
+
+Names and error texts come from the network and from files. Errors and log lines escape what a terminal or a reader of a
+log could mistake for something else.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
 import reprlib
+import traceback
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
@@ -15,8 +21,27 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[f"{_letter}B"] = 1000**_power
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*")
 
-_quote = reprlib.Repr()
-_quote.maxstring = _quote.maxother = 120
+_Class = TypeVar("_Class")
+_MAX_QUOTED = 120
+_MAX_MESSAGE = 2000
+_MAX_LOG_MESSAGE = 20_000
+# Precedes each further line of a log message, so that none can be taken for a log line.
+_MARK = "  | "
+
+
+class _Quote(reprlib.Repr):
+    """Quotes values of any size in little time and memory, whatever their own `__repr__` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = _MAX_QUOTED
+
+    def repr_int(self, value: int, level: int) -> str:
+        # Python does not write integers of thousands of digits.
+        return super().repr_int(value, level) if value.bit_length() < 1000 else f"<int of {value.bit_length()} bits>"
+
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        return self.repr_instance(value[:_MAX_QUOTED], level)
 
 
 def parse_size(size: int | str, *, of: int | None = None) -> int:
@@ -59,9 +84,54 @@ def format_size(nbytes: int) -> str:
     return f"{size:.1f} PiB"
 
 
+def printable(text: str) -> str:
+    """Return text with escapes for control characters, line breaks, bidirectional marks and other invisible ones."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in text
+    )
+
+
 def quoted(text: object) -> str:
-    """Return untrusted text as a message shows it: quoted, and cut if it is very long."""
-    return _quote.repr(text)
+    """Return untrusted text, or any other value, as a message shows it: quoted, and cut if it is very long."""
+    return printable(_Quote().repr(text))
+
+
+def message(text: str) -> str:
+    """Return the text of an error: printable, and cut if it is very long."""
+    return printable(_cut(text, _MAX_MESSAGE))
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Return a logger whose messages are printable; further lines of a message are marked, also of tracebacks."""
+    logger = logging.getLogger(name)
+    # Has an effect once, however often it is called.
+    logger.addFilter(_make_printable)
+    return logger
+
+
+def logs_printably(component: type[_Class]) -> type[_Class]:
+    """Class decorator: make the logger printable that NVFlare gives to the objects of a class."""
+    get_logger(f"{component.__module__}.{component.__qualname__}")
+    return component
+
+
+def _make_printable(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    if not text.isprintable() or len(text) > _MAX_LOG_MESSAGE:
+        record.msg, record.args = _lines(text), ()
+    if record.exc_info and record.exc_info[1] is not None and not record.exc_text:
+        record.exc_text = _MARK + _lines("".join(traceback.format_exception(record.exc_info[1])))
+    return True
+
+
+def _lines(text: str) -> str:
+    return f"\n{_MARK}".join(map(printable, _cut(text, _MAX_LOG_MESSAGE).splitlines()))
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}... ({len(text) - length} more characters)"
 
 
 def to_json(value: object) -> Any:

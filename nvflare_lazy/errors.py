@@ -57,6 +57,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from nvflare_lazy._text import message
+
 #: The rules of the safetensors format, each by the name that `SafetensorsError.rule` has when it is broken.
 SafetensorsRule = Literal[
     "header-truncated",  # the bytes end before the header does
@@ -83,7 +85,14 @@ SafetensorsRule = Literal[
 
 
 class NVFlareLazyError(Exception):
-    """Base class of the exceptions of this package."""
+    """Base class of the exceptions of this package.
+
+    Messages contain names and texts of clients and files. As text they are one line of at most some 2,000 characters,
+    in which everything that is not printable is escaped.
+    """
+
+    def __str__(self) -> str:
+        return message(super().__str__())
 
 
 class ImmutableTensorError(NVFlareLazyError, RuntimeError):
@@ -194,7 +203,7 @@ class SafetensorsError(FormatError):
         self.rule = rule
 
     def __str__(self) -> str:
-        return str(self.args[1])
+        return message(self.args[1])
 
 
 class ShardError(FormatError):

@@ -7,14 +7,13 @@ pass; the unfinished output is then removed, and the round starts over without t
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nvflare_lazy._text import parse_size
+from nvflare_lazy._text import get_logger, parse_size
 from nvflare_lazy.aggregation._engine.passes import Engine
 from nvflare_lazy.aggregation._engine.tile import ContributionError
 from nvflare_lazy.aggregation.report import AggregationReport, Provenance, shares_of
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.aggregation.schema import RoundSchema
     from nvflare_lazy.tensors.entry import TensorEntry
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.cells import cell_len
 
-from nvflare_lazy._text import format_size, parse_size
+from nvflare_lazy._text import format_size, parse_size, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
@@ -183,15 +183,6 @@ def progress(what: str, total_nbytes: int) -> Iterator[Callable[[int], None]]:
     with bar:
         task = bar.add_task(what, total=total_nbytes)
         yield lambda nbytes: bar.advance(task, nbytes)
-
-
-def printable(text: str) -> str:
-    """Return `text` with control characters and unprintable characters escaped."""
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in text
-    )
 
 
 def error_line(error: Exception) -> str:

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nvflare_lazy._text import format_size
+from nvflare_lazy._text import format_size, printable
 from nvflare_lazy.cli._common import (
     count,
     display_path,
     error_line,
     like_option,
     max_shard_size_option,
-    printable,
     progress,
     regex,
     resolve_output,

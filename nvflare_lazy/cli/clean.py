@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import click
 
-from nvflare_lazy._text import format_size
-from nvflare_lazy.cli._common import columns, count, printable
+from nvflare_lazy._text import format_size, printable
+from nvflare_lazy.cli._common import columns, count
 
 
 @click.command(short_help="List scratch, and remove that of processes that no longer exist.")

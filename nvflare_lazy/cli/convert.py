@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from nvflare_lazy._text import printable
 from nvflare_lazy.cli._common import (
     dtype_option,
     like_option,
     max_shard_size_option,
-    printable,
     resolve_output,
     save_and_print,
     section_option,

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nvflare_lazy._text import format_size
-from nvflare_lazy.cli._common import printable
+from nvflare_lazy._text import format_size, printable
 from nvflare_lazy.errors import ScratchError
 from nvflare_lazy.scratch import JobScratch, list_scratch
 

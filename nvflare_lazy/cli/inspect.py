@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from nvflare_lazy._text import format_size, quoted, to_json
-from nvflare_lazy.cli._common import columns, count, printable, regex, section_option
+from nvflare_lazy._text import format_size, printable, quoted, to_json
+from nvflare_lazy.cli._common import columns, count, regex, section_option
 
 if TYPE_CHECKING:
     import re

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nvflare_lazy._text import format_size
-from nvflare_lazy.cli._common import count, error_line, printable, progress, section_option
+from nvflare_lazy._text import format_size, printable
+from nvflare_lazy.cli._common import count, error_line, progress, section_option
 from nvflare_lazy.errors import NVFlareLazyError
 
 if TYPE_CHECKING:

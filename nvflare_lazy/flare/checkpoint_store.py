@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nvflare_lazy._text import quoted
+from nvflare_lazy._text import get_logger, quoted
 from nvflare_lazy.errors import JobCheckpointError
 from nvflare_lazy.formats.atomic_file import AtomicFile, sync_directory
 from nvflare_lazy.formats.save_checkpoint import save
@@ -28,7 +27,7 @@ from nvflare_lazy.scratch import DirectoryLease
 from nvflare_lazy.tensors.entry import file_holding
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 RECORD_NAME = "checkpoint.json"
 _FORMAT = 1

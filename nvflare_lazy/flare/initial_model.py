@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nvflare_lazy._text import get_logger, quoted
 from nvflare_lazy.errors import InitialModelError, NVFlareLazyError, SectionError
 from nvflare_lazy.flare.model_output import ModelOutput
 from nvflare_lazy.formats import open as open_checkpoint
@@ -25,6 +26,8 @@ from nvflare_lazy.formats.save_checkpoint import save
 
 if TYPE_CHECKING:
     from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
+
+logger = get_logger(__name__)
 
 # Where NVFlare's PyTorch persistor keeps the weights in its files.
 NVFLARE_SECTION = "model"
@@ -75,9 +78,11 @@ def from_class(class_path: str, args: Mapping[str, Any], directory: Path) -> Laz
         check=False,
     )
     if made.returncode:
+        errors = made.stderr.strip() or f"the process ended with {made.returncode}"
+        logger.error("The model class %s could not be instantiated: %s", class_path, errors[-_STDERR_TAIL:])
         raise InitialModelError(
-            f"the model class {class_path} could not be instantiated with {dict(args)!r}:\n"
-            + (made.stderr.strip()[-_STDERR_TAIL:] or f"the process ended with {made.returncode}")
+            f"the model class {class_path} could not be instantiated with {quoted(dict(args))}: "
+            f"{errors.splitlines()[-1]}; the log has the output of the process"
         )
     return output.finish(open_safetensors(output.path))
 

@@ -7,7 +7,6 @@ results until the round ends, since the result must not depend on their order of
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from nvflare.app_common.aggregators.weighted_aggregation_helper import Aggregati
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.workflows.base_fedavg import make_fedavg_metrics_aggregation_info
 
-from nvflare_lazy._text import quoted
+from nvflare_lazy._text import get_logger, logs_printably, quoted
 from nvflare_lazy.aggregation import Aggregation, AggregationReport
 from nvflare_lazy.aggregation import ParamsType as ParamsKind
 from nvflare_lazy.errors import NothingToAggregateError, ResultMismatchError, TooFewResultsError
@@ -46,11 +45,12 @@ from nvflare_lazy.flare.weights import as_weights
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.transport.registration import register
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 OnTooFew = Literal["fail", "skip"]
 
 
+@logs_printably
 class LazyAggregator(ModelAggregator):
     """Aggregates with `nvflare_lazy.aggregate`'s engine, for FedAvg and ScatterAndGather.
 

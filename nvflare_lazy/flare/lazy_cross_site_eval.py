@@ -19,7 +19,7 @@ from nvflare.apis.shareable import Shareable
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.workflows.cross_site_model_eval import CrossSiteModelEval
 
-from nvflare_lazy._text import quoted
+from nvflare_lazy._text import logs_printably, quoted
 from nvflare_lazy.errors import ResultMismatchError
 from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.accepted_result import Expectation, accept_result, described, shown
@@ -31,6 +31,7 @@ _SUFFIX = ".safetensors"
 _MAX_NAME = 200
 
 
+@logs_printably
 class LazyCrossSiteEval(CrossSiteModelEval):
     """Accepts the arguments of NVFlare's `CrossSiteModelEval`.
 

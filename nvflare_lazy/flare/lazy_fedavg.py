@@ -14,10 +14,12 @@ from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.workflows.fedavg import FedAvg
 
+from nvflare_lazy._text import logs_printably
 from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
 
 
+@logs_printably
 class LazyFedAvg(FedAvg):
     """FedAvg whose server does not hold a model.
 

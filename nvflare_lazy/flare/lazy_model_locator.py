@@ -9,10 +9,12 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.abstract.model import model_learnable_to_dxo
 from nvflare.app_common.abstract.model_locator import ModelLocator
 
+from nvflare_lazy._text import logs_printably
 from nvflare_lazy.errors import JobCheckpointError
 from nvflare_lazy.flare.lazy_model_persistor import LazyModelPersistor
 
 
+@logs_printably
 class LazyModelLocator(ModelLocator):
     """Offers the persistor's models: the initial checkpoint, the last global model and the best one.
 

@@ -26,7 +26,7 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.model_desc import ModelDescriptor
 
-from nvflare_lazy._text import quoted
+from nvflare_lazy._text import logs_printably, quoted
 from nvflare_lazy.aggregation.schema import listed
 from nvflare_lazy.errors import FormatError, InitialModelError, JobCheckpointError, NVFlareLazyError
 from nvflare_lazy.flare import initial_model, job_context
@@ -45,6 +45,7 @@ SUFFIX = ".safetensors"
 MODEL_FORMAT = "safetensors"
 
 
+@logs_printably
 class LazyModelPersistor(ModelPersistor):
     """Keeps the global model in safetensors files.
 

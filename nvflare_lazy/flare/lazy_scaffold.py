@@ -17,6 +17,7 @@ from nvflare.app_common.app_constant import AlgorithmConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.workflows.scaffold import Scaffold
 
+from nvflare_lazy._text import logs_printably
 from nvflare_lazy.aggregation import Aggregation, AggregationReport
 from nvflare_lazy.aggregation import ParamsType as ParamsKind
 from nvflare_lazy.errors import NothingToAggregateError, ResultMismatchError, TooFewResultsError
@@ -31,6 +32,7 @@ from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 _GLOBAL_CONTROLS = AlgorithmConstants.SCAFFOLD_CTRL_GLOBAL
 
 
+@logs_printably
 class LazyScaffold(Scaffold):
     """Accepts the arguments of NVFlare's `Scaffold` and `memory_budget`; clients are NVFlare's.
 
@@ -112,6 +114,7 @@ class LazyScaffold(Scaffold):
         return accepted
 
 
+@logs_printably
 class _ScaffoldAggregator(LazyAggregator):
     """Aggregates models and the changes of control variates: a client's result counts with both or with none."""
 

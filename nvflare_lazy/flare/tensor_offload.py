@@ -23,7 +23,7 @@ from nvflare.apis.utils.analytix_utils import create_analytic_dxo, send_analytic
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 
-from nvflare_lazy._text import format_size, parse_size, quoted
+from nvflare_lazy._text import format_size, logs_printably, parse_size, quoted
 from nvflare_lazy.aggregation import ParamsType
 from nvflare_lazy.aggregation.schema import CONVERTIBLE
 from nvflare_lazy.errors import ResultMismatchError, ScratchError
@@ -56,6 +56,7 @@ _TAG = "nvflare_lazy/"
 _IN_PROCESS = "in_process"
 
 
+@logs_printably
 class TensorOffload(FLComponent):
     """Receives tensors and arrays on disk, in the process whose configuration names it.
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import os
 from contextlib import contextmanager, suppress
 from math import prod
 from typing import TYPE_CHECKING
 
+from nvflare_lazy._text import get_logger
 from nvflare_lazy.errors import FormatError
 from nvflare_lazy.formats.atomic_file import AtomicFile, directory_descriptor, sync_directory
 from nvflare_lazy.formats.safetensors.shards import (
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.tensors.tensor_file import StoredTensor
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def publish_file(file: AtomicFile) -> None:

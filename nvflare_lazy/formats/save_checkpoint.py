@@ -6,7 +6,6 @@ Saves the new global model of a round, converted checkpoints, and models that us
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nvflare_lazy._text import quoted
+from nvflare_lazy._text import get_logger, quoted
 from nvflare_lazy.errors import (
     MetadataMismatchError,
     UnserializableTensorError,
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.tensors.dtypes import ElementType
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def save(

@@ -7,7 +7,6 @@ after SIGKILL. The other process is started with the first lease, and its progra
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import subprocess
@@ -15,7 +14,9 @@ import sys
 import threading
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from nvflare_lazy._text import get_logger
+
+logger = get_logger(__name__)
 
 _PROGRAM = Path(__file__).with_name("_cleanup_program.py")
 _PACKAGE_PARENT = _PROGRAM.parents[2]

@@ -8,14 +8,13 @@ while others open or release theirs.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nvflare_lazy._text import format_size
+from nvflare_lazy._text import format_size, get_logger
 from nvflare_lazy.scratch._lease import (
     LEASED,
     UNFINISHED_LEASE,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Iterator
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Without locks, an unfinished lease may be one that a process is writing at this moment.
 _MAX_CREATION_SECONDS = 3600.0

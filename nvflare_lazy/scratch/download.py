@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import re
 import stat
@@ -18,6 +17,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
+from nvflare_lazy._text import get_logger
 from nvflare_lazy.errors import ScratchError, ScratchReleasedError
 from nvflare_lazy.scratch._system import (
     close_private,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.scratch._quota import QuotaReservation
     from nvflare_lazy.scratch._recycled_files import RecycledFiles
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _SUFFIX = re.compile(r"(\.[A-Za-z0-9]{1,20}){0,2}")
 # A write is made in pieces and stops at the next one after a release, so a longer one means a disk that hangs.

@@ -9,14 +9,13 @@ handle, so that it ends with it.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from nvflare_lazy._text import parse_size
+from nvflare_lazy._text import get_logger, parse_size
 from nvflare_lazy.errors import ScratchDeletedError, ScratchError, ScratchReleasedError
 from nvflare_lazy.scratch._cleanup_process import cleanup_process
 from nvflare_lazy.scratch._lease import Lease, try_lock
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class JobScratch:

@@ -8,17 +8,17 @@ be checked: it must belong to this user alone.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import stat
 import sys
 import tempfile
 from pathlib import Path
 
+from nvflare_lazy._text import get_logger
 from nvflare_lazy.errors import ScratchError, ScratchPermissionError
 from nvflare_lazy.scratch._system import open_directory, to_scratch_error
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _ENVIRONMENT_VARIABLE = "NVFLARE_LAZY_SCRATCH"
 _MAX_LINKS = 40

@@ -7,7 +7,6 @@ several threads read; short reads, which are the most frequent, never reach this
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import zlib
@@ -17,11 +16,12 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from nvflare_lazy._system import available_cores
+from nvflare_lazy._text import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Below this, waking a second thread takes longer than the copy that it could do meanwhile; each further thread needs as
 # many bytes more.

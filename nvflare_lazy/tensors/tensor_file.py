@@ -7,7 +7,6 @@ so that programs that only manage scratch start quickly.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import stat
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from nvflare_lazy._text import get_logger
 from nvflare_lazy.errors import SourceError, SourceReleasedError, TruncatedSourceError
 from nvflare_lazy.tensors._parallel_read import MIN_SHARED_BYTES, parallel_for_ranges
 from nvflare_lazy.tensors.byte_source import ByteSource
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.tensors.dtypes import ElementType
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Linux moves at most this much in one read; larger requests come back short.
 _MAX_READ_BYTES = 0x7FFFF000

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
-import logging
 import select
 import socket
 import sys
@@ -33,10 +32,12 @@ from nvflare.fuel.utils.fobs import FOBSContextKey
 from nvflare.fuel.utils.fobs import fobs as registry
 from nvflare.fuel.utils.fobs.decomposers import via_downloader
 
+from nvflare_lazy._text import get_logger
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _CLEANUP_INTERVAL_SECONDS = 1.0
 _POLL_SECONDS = 0.005

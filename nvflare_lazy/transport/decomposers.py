@@ -25,7 +25,7 @@ from nvflare.fuel.utils.fobs import FOBSContextKey, dots
 from nvflare.fuel.utils.fobs.datum import Datum, DatumType
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 
-from nvflare_lazy._text import quoted
+from nvflare_lazy._text import logs_printably, quoted
 from nvflare_lazy.errors import ProtocolError
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
@@ -248,6 +248,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         return None, consumer.values()
 
 
+@logs_printably
 class LazyTensorDecomposer(LazyDecomposer):
     """`torch.Tensor`, instead of NVFlare's `TensorDecomposer`."""
 
@@ -270,6 +271,7 @@ class LazyTensorDecomposer(LazyDecomposer):
         return tensor
 
 
+@logs_printably
 class LazyArrayDecomposer(LazyDecomposer):
     """`np.ndarray`, instead of NVFlare's `NumpyArrayDecomposer`."""
 

@@ -7,7 +7,6 @@ when the download ends early. Everything between the first answer and the last i
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from abc import abstractmethod
@@ -18,6 +17,7 @@ from nvflare.apis.signal import Signal
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.streaming.download_service import Consumer, download_object
 
+from nvflare_lazy._text import get_logger
 from nvflare_lazy.errors import (
     NVFlareLazyError,
     PeerLostError,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _PROGRESS_SECONDS = 5.0
 AS_ITEMS = "as whole tensors"

@@ -9,7 +9,6 @@ training script, or for all jobs of a site, where no component of this package i
 from __future__ import annotations
 
 import contextlib
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from nvflare.fuel.f3.mpm import MainProcessMonitor
 from nvflare.fuel.utils import fobs
 from nvflare.fuel.utils.class_loader import get_class_name
 
+from nvflare_lazy._text import get_logger
 from nvflare_lazy.transport import _nvflare_private, offload
 from nvflare_lazy.transport.decomposers import LazyArrayDecomposer, LazyTensorDecomposer
 from nvflare_lazy.transport.via_downloader import LazyDownloadRefDecomposer
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nvflare.fuel.utils.fobs import Decomposer
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)

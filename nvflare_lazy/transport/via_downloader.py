@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvflare.fuel.utils import fobs
 
+from nvflare_lazy._text import logs_printably
 from nvflare_lazy.errors import TransferError
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport._nvflare_private import stock_via_downloader
@@ -98,6 +99,7 @@ class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
         return f"LazyDownloadRef({self.item_id} of {self.ref_id} at {self.fqcn})"
 
 
+@logs_printably
 class LazyDownloadRefDecomposer(stock_via_downloader.LazyDownloadRefDecomposer):
     """Sends references on; each says itself to which payload it belongs, so that a message may mix them."""
 

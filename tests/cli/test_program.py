@@ -15,8 +15,9 @@ import click
 import pytest
 
 import nvflare_lazy
+from nvflare_lazy._text import printable
 from nvflare_lazy.cli import program
-from nvflare_lazy.cli._common import error_line, printable
+from nvflare_lazy.cli._common import error_line
 from nvflare_lazy.cli.program import COMMANDS, run
 from tests.cli.sparse import write_sparse
 

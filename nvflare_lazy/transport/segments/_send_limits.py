@@ -9,17 +9,17 @@ does after 30 seconds. The receiver connects again and repeats its requests.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from nvflare_lazy._text import get_logger
 from nvflare_lazy.transport import _nvflare_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Segments that are being sent, in memory twice each: as they were read, and in NVFlare's frame.
 _MAX_SENDING_BYTES = 16 << 20

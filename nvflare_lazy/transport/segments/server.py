@@ -8,7 +8,6 @@ without joining them: NVFlare reports what else is still running at the end of a
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections import deque
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
 from nvflare.fuel.f3.message import Message
 
+from nvflare_lazy._text import get_logger
 from nvflare_lazy.errors import NVFlareLazyError, ProtocolError
 from nvflare_lazy.transport import _nvflare_private
 from nvflare_lazy.transport.segments import protocol
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.transport._downloadable import Payload
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _MAX_THREADS = 32
 # Requests of one receiver in the queue: far more than its downloads have in flight. It has to repeat the others.

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
+from nvflare_lazy._text import get_logger
 from nvflare_lazy.errors import ProtocolError, SegmentTimeoutError
 from nvflare_lazy.transport import _nvflare_private
 from nvflare_lazy.transport.limits import PayloadSize
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.transport.offload import TransferRuntime
     from nvflare_lazy.transport.receive import PayloadConsumer
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Segments:
