@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +22,11 @@ from benchmarks.fl_job import FLJob, RunResult
 from benchmarks.fl_job.poc import Deployment, run_in_poc
 from integration_tests.conftest import JobRunner, in_deployment, left_in, records, server_app
 from integration_tests.expected import next_global, start, ulps
+from nvflare_lazy.scratch import list_scratch
+from tests.scratch.conftest import wait_until_empty
 
 FAULTY = Path(__file__).parent / "faulty_trainer.py"
+KILLED = Path(__file__).parent / "killed_trainer.py"
 
 
 class JobThatDoesWithoutOne(FLJob):
@@ -32,17 +38,16 @@ class JobThatDoesWithoutOne(FLJob):
         return folder
 
 
-def job(wait: int) -> FLJob:
-    return JobThatDoesWithoutOne(
+def job(wait: int, kind: type[FLJob] = JobThatDoesWithoutOne, **more: Any) -> FLJob:
+    described = {"model_mib": 1, "rounds": 2, "trainer": FAULTY, **more}
+    return kind(
         mode="level-2",
         clients=3,
-        model_mib=1,
         tensors=4,
-        rounds=2,
         external=True,
-        trainer=FAULTY,
         controller_path="nvflare_lazy.flare.LazyFedAvg",
         controller={"min_responses": 2, "wait_time_after_min_received": wait},
+        **described,
     )
 
 
@@ -71,6 +76,50 @@ def test_one_that_dies_is_done_without(run_job: JobRunner):
     result = run_job(job(wait=8), environment={"FAULTS": '{"2": "dies"}'})
     check(result, result.workspace.parent / "scratch", after=[1, 3])
     assert "rc=9" in records(result, "round")[0]["skipped"]["site-2"]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+class JobOfTrainersForOneTask(JobThatDoesWithoutOne):
+    """Its sites start a trainer for each task."""
+
+    def client(self) -> dict[str, Any]:
+        config = super().client()
+        config["executors"][0]["executor"]["args"]["launch_once"] = False
+        return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [JobThatDoesWithoutOne, JobOfTrainersForOneTask])
+def test_one_that_is_killed_in_mid_download(run_job: JobRunner, tmp_path: Path, kind: type[FLJob]):
+    """SIGKILL costs that site's round, and its scratch is free at once; a site that starts another one is back."""
+    scratch, downloads, seen = tmp_path / "job1" / "scratch", tmp_path / "downloads", []
+    downloads.mkdir()
+
+    def look(_: Path) -> None:
+        """Look who has scratch when the killed trainer has: the server and the other trainers run."""
+        if len(os.listdir(downloads)) == 2 and not seen:
+            wait_for(lambda: any(lease.alive is False for lease in list_scratch(scratch)), 2)
+            wait_for(lambda: all(lease.alive for lease in list_scratch(scratch)), 120)
+            seen.extend(list_scratch(scratch))
+
+    described = job(wait=30, kind=kind, model_mib=16, rounds=3, trainer=KILLED)
+    result = run_job(described, environment={"DOWNLOADS": str(downloads)}, during=look)
+    assert seen
+    assert all(lease.alive for lease in seen)
+    back = ["site-1", "site-2", "site-3"]
+    without = ["site-1", "site-3"]
+    assert [record["aggregated"] for record in records(result, "round")] == [
+        back,
+        without,
+        without if kind is JobThatDoesWithoutOne else back,
+    ]
+    print("skipped in round 1: site-2,", records(result, "round")[1]["skipped"]["site-2"])
+    wait_until_empty(scratch)
 
 
 @in_deployment
