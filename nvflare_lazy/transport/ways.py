@@ -43,6 +43,8 @@ class Way(Protocol):
     def receive(self, offer: Any, download: PayloadConsumer) -> dict[str, Any] | None:
         """Receive a payload.
 
+        Its size is untrusted: `download.tally` checks it before anything is reserved for it.
+
         Returns:
             The state in which NVFlare's own loop continues, or None if this way is blocked and the next one is tried.
         """

@@ -119,6 +119,30 @@ def test_giving_up(throttle):
     assert not thread.is_alive()
 
 
+def test_work_takes_turns():
+    """Work that needs memory for a moment waits for others; it runs alone if it needs more than there is."""
+    budget = InflightBudget(32)
+    seen = []
+
+    def work(name):
+        with budget.hold(100, lambda: None):
+            seen.append((name, budget.used))
+
+    def give_up():
+        raise RuntimeError("aborted")
+
+    assert budget.acquire(8, holding=0)
+    threads = [start(work, name) for name in "ab"]
+    with pytest.raises(RuntimeError, match="aborted"), budget.hold(100, give_up):
+        pass
+    assert seen == []
+    budget.release(8)
+    for thread in threads:
+        thread.join(60)
+    assert sorted(seen) == [("a", 100), ("b", 100)]
+    assert budget.used == 0
+
+
 def test_released_buffers():
     """Each time a tensor is gone whoever listens is told, with no lock held."""
     runtime, seen = TransferRuntime(), []

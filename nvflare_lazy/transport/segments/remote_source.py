@@ -6,11 +6,13 @@ What makes a reference at a forwarding hop a tensor that a filter can look at, o
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
 from nvflare.fuel.f3.streaming.download_service import ProduceRC, request_download_chunk
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import PeerLostError, ProtocolError, SegmentTimeoutError
 from nvflare_lazy.tensors.byte_source import ByteSource, MemorySource
 from nvflare_lazy.transport import _nvflare_private, offload
@@ -20,6 +22,8 @@ from nvflare_lazy.transport.segments.client import FIRST_NEWS_SECONDS, SegmentDo
 
 if TYPE_CHECKING:
     from nvflare_lazy.transport._backends import ArrayBackend
+
+_ITEM_ID = re.compile("T([0-9]{1,9})")
 
 
 class RemoteSource(ByteSource):
@@ -64,14 +68,14 @@ def open_remote(ref: Any, backend: ArrayBackend, cell: Any, timeout: float, abor
 
 def _whole_item(ref: Any, backend: ArrayBackend, remote: RemotePayload) -> Any:
     """Download one item in NVFlare's form: all a sender without this package can do."""
-    index = ref.item_id.removeprefix("T")
-    if not index.isdigit():
-        raise ProtocolError(f"{ref.item_id!r} is not what NVFlare calls an item of a payload")
+    match = _ITEM_ID.fullmatch(ref.item_id)
+    if match is None:
+        raise ProtocolError(f"{quoted(ref.item_id)} is not what NVFlare calls an item of a payload")
     reply = request_download_chunk(
         from_fqcn=remote.from_fqcn,
         ref_id=remote.ref_id,
         # A count of zero items: the sender continues at this one.
-        state={_nvflare_private.START: int(index), _nvflare_private.COUNT: 0},
+        state={_nvflare_private.START: int(match[1]), _nvflare_private.COUNT: 0},
         per_request_timeout=remote.timeout,
         cell=remote.cell,
         abort_signal=remote.abort,
@@ -82,7 +86,7 @@ def _whole_item(ref: Any, backend: ArrayBackend, remote: RemotePayload) -> Any:
     if code != ReturnCode.OK or not isinstance(payload, dict):
         raise PeerLostError(f"{remote.from_fqcn} does not send {ref.item_id}: {code}")
     items = payload.get(_nvflare_private.DATA)
-    if payload.get(_nvflare_private.STATUS) != ProduceRC.OK or not items:
+    if payload.get(_nvflare_private.STATUS) != ProduceRC.OK or not isinstance(items, list) or not items:
         raise ProtocolError(f"{remote.from_fqcn} has no {ref.item_id}")
     for name, dtype, shape, data in backend.unpack_item(items[0], remote.from_fqcn):
         if name == ref.item_id:
