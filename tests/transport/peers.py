@@ -136,9 +136,9 @@ class Net:
     def close(self) -> None:
         for peer in self.peers.values():
             peer.close()
-        # A killed peer leaves its scratch, which may be a gigabyte.
-        if self.scratch_root is not None:
-            shutil.rmtree(self.scratch_root)
+        # A killed peer leaves its scratch, which may be a gigabyte, to a process that removes it at the same time.
+        while self.scratch_root is not None and os.path.exists(self.scratch_root):
+            shutil.rmtree(self.scratch_root, ignore_errors=True)
 
     def __enter__(self) -> Net:
         return self
