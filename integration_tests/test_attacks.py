@@ -18,6 +18,7 @@ from integration_tests.attacks import attacking_site
 from integration_tests.attacks.attacking_site import (
     ATTACKS,
     ELEMENTS,
+    FORGED,
     NAMES,
     TENSORS,
     attacks_of,
@@ -28,6 +29,7 @@ from integration_tests.attacks.attacking_site import (
 from integration_tests.conftest import JobRunner, left_in, records, server_app
 
 GENERATOR = "nvflare.app_common.shareablegenerators.full_model_shareable_generator.FullModelShareableGenerator"
+SELECTOR = "nvflare.app_common.widgets.intime_model_selector.IntimeModelSelector"
 CONTROLLERS = {
     "fedavg": "nvflare_lazy.flare.LazyFedAvg",
     "deployment": "nvflare_lazy.flare.LazyFedAvg",
@@ -87,6 +89,7 @@ class AttackedJob(FLJob):
             ]
         elif self.workflow == "scaffold":
             workflow["args"].pop("aggregator")
+        config["components"].append({"id": "selector", "path": SELECTOR, "args": {"key_metric": "accuracy"}})
         return config
 
     def client(self) -> dict[str, Any]:
@@ -161,7 +164,8 @@ def forged_lines(result: RunResult) -> list[str]:
     """
     ours = [record for record in result.records if record["fullName"].startswith("nvflare_lazy")]
     texts = [re.sub(r"^\[identity=.*?\](: | - )", "", record["message"], flags=re.DOTALL) for record in ours]
-    return [text for text in texts if any(character in text for character in "\n\r\x1b\u202e\u2028")]
+    forged = [text for text in texts if FORGED in text]
+    return [text for text in forged if any(character in text for character in "\n\r\x1b\u202e\u2028")]
 
 
 OPEN = "open: acceptance of results (accept), quoting (engine)"
@@ -187,6 +191,8 @@ def test_a_client_that_attacks_costs_only_its_own_results(run_job: JobRunner, tm
     assert failures(result, notes) == {}
     assert result.ok, result.output[-5000:]
     assert forged_lines(result) == []
+    # NVFlare's own components may fail with such results; NVFlare logs it and continues.
+    assert not re.search(r'File ".*/nvflare_lazy/', result.server_log)
     assert not left_in(result.workspace.parent / "scratch")
 
 

@@ -34,6 +34,7 @@ from nvflare_lazy.flare.accepted_result import (
     accept_number,
     accept_result,
     check_params_type,
+    described,
     majority_kind,
     shown,
     spec_of,
@@ -54,6 +55,7 @@ DEFAULT_MEMORY_BUDGET = "128MiB"
 _TAG = "nvflare_lazy/"
 # The name in `ClientAPIExecutor`; other executors train in the job process.
 _IN_PROCESS = "in_process"
+_RETURN_CODES = [code for name, code in vars(ReturnCode).items() if not name.startswith("_")]
 
 
 @logs_printably
@@ -208,7 +210,13 @@ class TensorOffload(FLComponent):
             offload.runtime.limit_payloads(PayloadLimits.for_model(size, self._max_result_bytes))
 
     def _on_result(self, fl_ctx: FLContext) -> None:
-        client = job_context.sender_of(fl_ctx)
+        client, result = job_context.sender_of(fl_ctx), fl_ctx.get_prop(FLContextKey.TASK_RESULT)
+        code = result.get_return_code() if isinstance(result, Shareable) else None
+        if code not in (None, *_RETURN_CODES):
+            # NVFlare writes it to the log as it is.
+            result.set_return_code(ReturnCode.EXECUTION_EXCEPTION)
+        if self.round_log is not None and client and code not in (None, ReturnCode.OK):
+            self.round_log.on_skip(client, f"its task ended with {described(code)}")
         try:
             dxo = _decoded(fl_ctx)
         except Exception:
@@ -299,10 +307,6 @@ class TensorOffload(FLComponent):
         client = job_context.sender_of(fl_ctx)
         if self.round_log is None or not client:
             return
-        result = fl_ctx.get_peer_context().get_prop(FLContextKey.SHAREABLE)
-        code = result.get_return_code() if isinstance(result, Shareable) else None
-        if code not in (None, ReturnCode.OK):
-            self.round_log.on_skip(client, f"its task ended with {code}")
         self.round_log.on_verdict(client, accepted=bool(fl_ctx.get_prop(AppConstants.AGGREGATION_ACCEPTED)))
 
     # ---- one round -----------------------------------------------------------------------------------------------

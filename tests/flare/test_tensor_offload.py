@@ -13,7 +13,7 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, ProcessType, ReservedKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
-from nvflare.apis.shareable import Shareable
+from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.executors.client_api_executor import ClientAPIExecutor
@@ -240,6 +240,20 @@ def test_a_client_that_claims_the_name_of_another_one(fl_ctx, tmp_path, caplog):
     component.handle_event(EventType.END_RUN, fl_ctx)
     assert "Rejected the result of site-1" in caplog.text
     assert "of site-2" not in caplog.text
+
+
+def test_a_failed_task_with_a_forged_return_code(fl_ctx, tmp_path, caplog):
+    """The record of the round has it quoted, if the controller reports the result or not; NVFlare gets a known one."""
+    caplog.set_level("INFO")
+    component = TensorOffload(str(tmp_path / "root"))
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    component.handle_event(AppEventType.ROUND_STARTED, fl_ctx)
+    result = make_reply("OK\nFORGED\x1b[2J")
+    receive_from(fl_ctx, "site-1", result)
+    component.handle_event(EventType.BEFORE_TASK_RESULT_FILTER, fl_ctx)
+    component.handle_event(EventType.END_RUN, fl_ctx)
+    assert r"skipped: site-1 (its task ended with 'OK\nFORGED\x1b[2J')" in caplog.messages[-1]
+    assert result.get_return_code() == ReturnCode.EXECUTION_EXCEPTION
 
 
 def _attach(mode):
