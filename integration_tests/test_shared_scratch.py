@@ -52,7 +52,7 @@ class KilledUsers:
                 self.kill(user)
 
     def kill(self, user: subprocess.Popen[bytes]) -> None:
-        """Kill a process with SIGKILL, and look at what it left."""
+        """Kill a process with SIGKILL, and count the directories without an owner."""
         user.send_signal(signal.SIGKILL)
         user.wait()
         self._users = [one for one in self._users if one[0] is not user]
@@ -62,7 +62,7 @@ class KilledUsers:
         self.most_abandoned = max(self.most_abandoned, left)
 
     def end(self) -> None:
-        """Kill those that are left."""
+        """Kill the remaining ones."""
         for user, _ in list(self._users):
             self.kill(user)
 
@@ -86,7 +86,7 @@ def test_kills_beside_a_running_job(run_job: JobRunner, tmp_path: Path):
         value = exact.astype("float32")
     assert ulps(nvflare_lazy.open(server_app(result) / MODEL_NAME)["layer00005"].numpy(), exact) <= 1
     assert users.kills >= KILLS
-    # Of those without a process that removes their scratch, the last ones leave it to the next start.
+    # Half of the users have no cleanup process; the next start removes the scratch of the last ones.
     reclaim(scratch)
     wait_until_empty(scratch)
     print(

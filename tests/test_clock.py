@@ -18,7 +18,7 @@ from nvflare_lazy.transport.receive import ProgressRelay
 
 PACKAGE = Path(__file__).parents[1] / "nvflare_lazy"
 DAYS = 30 * 86400
-#: The functions that read the clock: for records and for people, or beside a check that the clock cannot mislead.
+#: The functions that read the clock: for records and lists, or where a wrong time does no harm.
 READS_THE_CLOCK = {
     "flare/round_log.py: _write": "the time of a record",
     "scratch/_lease.py: for_this_process": "for the age in lists of leases",

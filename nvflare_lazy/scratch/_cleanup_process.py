@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 _PROGRAM = Path(__file__).with_name("_cleanup_program.py")
 _PACKAGE_PARENT = _PROGRAM.parents[2]
-# Not the rest of the environment, which may contain secrets, and which a process that runs so long should not keep.
+# Not the rest of the environment: it may contain secrets, which a process that runs for hours should not keep.
 _ENVIRONMENT = ("LD_LIBRARY_PATH",)
 _START_SECONDS = 60.0
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
@@ -29,9 +29,9 @@ _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 class CleanupProcess:
     """Tells another process which directories this process has leased.
 
-    The other process sees the end of this one at the end of the stream, however this one ends. It is no child of this
-    process and is in its own session, so that signals to a process group or a process tree do not end it. If it cannot
-    be started, the next start of a job reclaims the directories, as after a failure of the machine.
+    The other process sees the end of this one at the end of the stream, however this one ends. It is not a child of
+    this process, and it has its own session, so that signals to a process group or a process tree do not end it. If it
+    cannot be started, the next start of a job reclaims the directories, as after a failure of the machine.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class CleanupProcess:
                 env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
                 start_new_session=True,
             )
-            # It continues in a child process, so that it is not one of this process.
+            # It continues in its own child process and ends.
             started.wait(_START_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
             logger.info("cannot start a process that removes scratch after a signal: %s; the next job will", error)

@@ -19,7 +19,7 @@ _PAUSE_SECONDS = 0.1
 
 def main(package_parent: str) -> None:
     """Continue in a child process, and serve the process at the other end of the standard input."""
-    # Who ends all processes of a service at once, as systemd, means the other process, too.
+    # systemd sends SIGTERM to all processes of a service at the same time; this one still has to remove the scratch.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     if os.fork():

@@ -98,8 +98,8 @@ class Quota:
 
         Args:
             nbytes: Bytes that a download has written.
-            pending: Bytes that the same download is going to write. Those of others do not end it: they may have
-                stalled, and fail themselves if the disk has no room for them.
+            pending: Bytes that the same download is going to write. Those of other downloads do not end it: they
+                may have stalled, and they fail on their own if the disk has too little space for them.
         """
         with self._lock:
             self._pending -= nbytes

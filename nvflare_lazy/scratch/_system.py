@@ -59,7 +59,7 @@ def make_private_directory(name: str, *, dir_fd: int) -> int:
 def remove_tree(name: str, *, dir_fd: int) -> None:
     """Remove a directory and everything in it, of any depth and any number of entries.
 
-    Missing entries are no error, so any number of processes may remove the same tree at the same time. An entry that
+    Missing entries are ignored, so any number of processes may remove the same tree at the same time. An entry that
     cannot be removed does not keep the others, and a mounted file system is such an entry.
     """
     for _ in range(_MAX_PASSES):

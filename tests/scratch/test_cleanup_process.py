@@ -142,7 +142,7 @@ def test_cleanup_process_that_is_killed(start_child, root, tmp_path, monkeypatch
     assert len(cleanup_processes(tmp_path)) == 1
     child.kill(signal.SIGKILL)
     wait_until_none(tmp_path)
-    # The second one has waited for its own lease. It removes those that only the first one knew, too, as any start.
+    # The second one has waited for its own lease. It also removes those of the first one, or any start does.
     reclaim(root)
     assert names(root) == []
 
@@ -184,7 +184,7 @@ def fresh(monkeypatch) -> Iterator[_cleanup_process.CleanupProcess]:
 
 
 def test_system_that_refuses_another_process(root, fresh, monkeypatch, caplog):
-    """Scratch works as without it, and the log says so."""
+    """Scratch works without it, and the log has a line about it."""
     caplog.set_level("INFO")
     monkeypatch.setattr(sys, "executable", "/no/python")
     with JobScratch.open(root, job="job", min_free=0) as job:

@@ -80,7 +80,7 @@ def grow(directory: bytes, elsewhere: bytes, chance: random.Random, depth: int =
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_tree(root, leave_behind, tmp_path, monkeypatch, seed):
-    """Links, pipes, sockets and hostile names, in any order: all go, and what links lead to stays."""
+    """Links, pipes, sockets and hostile names, in any order, are removed. The targets of links are not."""
     (precious := tmp_path / "precious").mkdir()
     (precious / "file").write_text("keep")
     grow(os.fsencode(leave_behind()), os.fsencode(precious), random.Random(seed))
@@ -118,7 +118,7 @@ def _make_socket(path) -> None:
 
 @pytest.mark.parametrize("bind", [False, True])
 def test_mounted_file_system(root, leave_behind, tmp_path, caplog, bind):
-    """What is mounted below a dead directory is neither counted nor emptied; everything beside it goes."""
+    """A file system that is mounted in the tree is neither counted nor emptied; everything else is removed."""
     (precious := tmp_path / "precious").mkdir()
     lost = leave_behind()
     (lost / "download" / "below" / "mounted").mkdir(parents=True)
