@@ -14,6 +14,7 @@ import pytest
 
 from nvflare_lazy.flare.round_log import RoundLog
 from nvflare_lazy.scratch import JobScratch, _lease, list_scratch, reclaim
+from nvflare_lazy.transport._receiver_progress import ReceiverProgress
 from nvflare_lazy.transport.receive import ProgressRelay
 
 PACKAGE = Path(__file__).parents[1] / "nvflare_lazy"
@@ -24,6 +25,8 @@ READS_THE_CLOCK = {
     "scratch/_lease.py: for_this_process": "for the age in lists of leases",
     "scratch/_reclaim.py: _inspect_lease": "for the age in lists of leases",
     "scratch/_reclaim.py: _remove_unfinished_leases": "a process whose unfinished lease is removed makes another one",
+    "transport/_receiver_progress.py: __init__": "the time of the last request, for NVFlare",
+    "transport/_receiver_progress.py: _counts": "the time of the last request, for NVFlare",
     "transport/receive.py: bytes_received": "the time of an event, for NVFlare",
 }
 
@@ -99,6 +102,14 @@ def test_progress_of_a_download(jump, monkeypatch):
         now[0] += 100.0
         jump()
     assert events == [1, 2, 3]
+
+
+def test_receiver_of_a_payload(jump):
+    """A receiver that is fast enough counts as such before and after."""
+    progress = ReceiverProgress()
+    assert progress.sent("site-1", 0, 100, patience=600.0)
+    jump()
+    assert progress.sent("site-1", 100, 200, patience=600.0)
 
 
 def test_durations_of_a_round(tmp_path, jump):

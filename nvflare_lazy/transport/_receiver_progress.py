@@ -55,7 +55,7 @@ class ReceiverProgress:
     """What each receiver of a payload has been sent.
 
     Attributes:
-        last: The time of the last request that counted.
+        last: The time of the last request that counted, by the clock, as NVFlare records it.
     """
 
     def __init__(self) -> None:
@@ -85,13 +85,12 @@ class ReceiverProgress:
         # The cells of a site count together: their number is not limited.
         site = receiver.partition(".")[0]
         if site not in self._receivers and len(self._receivers) < _MAX_RECEIVERS:
-            self._receivers[site] = _Receiver(time.time())
+            self._receivers[site] = _Receiver(time.monotonic())
         return self._receivers.get(site)
 
     def _counts(self, receiver: _Receiver, new: int, patience: float) -> bool:
-        now = time.time()
         receiver.nbytes += new
-        in_time = receiver.nbytes >= (now - receiver.since - patience) * _MIN_BYTES_PER_SECOND
+        in_time = receiver.nbytes >= (time.monotonic() - receiver.since - patience) * _MIN_BYTES_PER_SECOND
         if new and in_time:
-            self.last = now
+            self.last = time.time()
         return bool(new) and in_time

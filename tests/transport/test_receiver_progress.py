@@ -44,6 +44,8 @@ def clock(monkeypatch):
         def time(self):
             return self.now
 
+        monotonic = time
+
     made = Clock()
     monkeypatch.setattr(_receiver_progress, "time", made)
     return made
