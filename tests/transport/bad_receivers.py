@@ -107,6 +107,15 @@ def offer_lazily(
     return downloader.add_object(TensorDownloadable(values, 2 * MIB, cell=state.cell))
 
 
+def be_greedy(state: State) -> None:
+    """Request everything at once from now on."""
+    from nvflare_lazy.transport import offload
+    from nvflare_lazy.transport.segments import client
+
+    client.WINDOW_BYTES = 1 << 40
+    offload.runtime.budget.resize(1 << 40)
+
+
 def ask_in_vain(state: State, ref_id: str) -> int:
     """Send NVFlare's first request again and again until it is refused; return how often."""
     from nvflare.fuel.f3.cellnet.defs import ReturnCode

@@ -49,13 +49,16 @@ class Peer:
         plugin: bool,
         scratch_root: str | None = None,
         credentials: dict[str, str] | None = None,
+        scheme: str = "tcp",
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         self.fqcn = fqcn
         self._ours, theirs = context.Pipe()
         self._process = context.Process(
-            target=_main, args=(theirs, fqcn, port, plugin, scratch_root, credentials or {}), daemon=True
+            target=_main,
+            args=(theirs, fqcn, f"{scheme}://127.0.0.1:{port}", plugin, scratch_root, credentials or {}),
+            daemon=True,
         )
         self._process.start()
         theirs.close()
@@ -113,8 +116,14 @@ class Net:
     """A server cell and its clients; with credentials by name if messages shall be encrypted."""
 
     def __init__(
-        self, scratch_root: str | None = None, credentials: dict[str, dict[str, str]] | None = None, **clients: bool
+        self,
+        scratch_root: str | None = None,
+        credentials: dict[str, dict[str, str]] | None = None,
+        *,
+        scheme: str = "tcp",
+        **clients: bool,
     ) -> None:
+        self.scheme = scheme
         self.port = free_port()
         self.scratch_root = scratch_root
         self.credentials = credentials or {}
@@ -127,7 +136,9 @@ class Net:
     def add(self, name: str, plugin: bool) -> Peer:
         # Names as NVFlare gives them: a cell of a job is below the one of its site.
         fqcn = name.replace("__", ".").replace("_", "-")
-        self.peers[name] = peer = Peer(fqcn, self.port, plugin, self.scratch_root, self.credentials.get(name))
+        self.peers[name] = peer = Peer(
+            fqcn, self.port, plugin, self.scratch_root, self.credentials.get(name), self.scheme
+        )
         return peer
 
     def __getitem__(self, name: str) -> Peer:
@@ -153,9 +164,9 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def _main(pipe: Any, fqcn: str, port: int, plugin: bool, scratch_root: str | None, credentials: dict[str, str]) -> None:
+def _main(pipe: Any, fqcn: str, url: str, plugin: bool, scratch_root: str | None, credentials: dict[str, str]) -> None:
     try:
-        state = _start(fqcn, port, plugin, scratch_root, credentials)
+        state = _start(fqcn, url, plugin, scratch_root, credentials)
         pipe.send((True, None))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
@@ -175,7 +186,7 @@ def _main(pipe: Any, fqcn: str, port: int, plugin: bool, scratch_root: str | Non
             pipe.send((False, f"the answer cannot be pickled: {error}"))
 
 
-def _start(fqcn: str, port: int, plugin: bool, scratch_root: str | None, credentials: dict[str, str]) -> State:
+def _start(fqcn: str, url: str, plugin: bool, scratch_root: str | None, credentials: dict[str, str]) -> State:
     logging.basicConfig(level=os.environ.get("PEER_LOG", "CRITICAL"))
     from nvflare.fuel.f3.cellnet.cell import Cell
 
@@ -194,7 +205,7 @@ def _start(fqcn: str, port: int, plugin: bool, scratch_root: str | None, credent
         fobs.register(NumpyArrayDecomposer)
     cell = Cell(
         fqcn=fqcn,
-        root_url=f"tcp://127.0.0.1:{port}",
+        root_url=url,
         secure=False,
         credentials=credentials,
         create_internal_listener=False,

@@ -61,6 +61,28 @@ def test_receivers_that_do_not_read(net, silent, receive_buffer, mib, segments):
     assert beside <= 15 + 5 * alone
 
 
+@pytest.mark.parametrize("scheme", ["http", pytest.param("grpc", marks=pytest.mark.slow)])
+def test_drivers_that_queue(tmp_path, scheme):
+    """NVFlare's other drivers queue what a receiver does not read: the sender gives them little."""
+    with Net(str(tmp_path / "scratch"), scheme=scheme, server=True, site_1=True) as net:
+        receive(net, 8)
+        ref_id = net["server"].call(bad_receivers.offer_lazily, 200)
+        net["site_1"].call(bad_receivers.be_greedy)
+        net["server"].call(scenes.watch)
+        net["site_1"].start(bad_senders.receive, "server", ref_id)
+        deadline = time.monotonic() + 60
+        while not net["server"].call(bad_receivers.requests_waiting) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        net["site_1"].stop()
+        waiting = [-1, net["server"].call(bad_receivers.requests_waiting)]
+        while waiting[-1] != waiting[-2] and time.monotonic() < deadline:
+            time.sleep(0.5)
+            waiting.append(net["server"].call(bad_receivers.requests_waiting))
+        assert net["server"].call(scenes.grown) <= 64 * MIB
+        net["site_1"].resume()
+        assert net["site_1"].result()["error"] is None
+
+
 def test_payload_is_not_pinned(net, silent):
     """Requests that bring no expected receiver forward do not keep a payload; a slow download does."""
     offered = {
