@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import struct
 import time
@@ -107,12 +109,22 @@ def offer_lazily(
     return downloader.add_object(TensorDownloadable(values, 2 * MIB, cell=state.cell))
 
 
-def be_greedy(state: State) -> None:
-    """Request everything at once from now on."""
+def stop_after_requests(state: State) -> None:
+    """Request all of the next payload at once, and then freeze this process."""
     from nvflare_lazy.transport import offload
-    from nvflare_lazy.transport.segments import client
+    from nvflare_lazy.transport.segments import protocol
+    from nvflare_lazy.transport.segments.client import SegmentDownload
 
-    client.WINDOW_BYTES = 1 << 40
+    request_more = SegmentDownload._request_more
+
+    def request_all(self: SegmentDownload) -> None:
+        self._window = 1 << 40
+        request_more(self)
+        if self._what == protocol.DATA:
+            time.sleep(0.3)  # until the requests are sent
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    SegmentDownload._request_more = request_all
     offload.runtime.budget.resize(1 << 40)
 
 
@@ -146,12 +158,11 @@ def use_number(state: State, number: str | None) -> None:
     client.uuid = uuid if number is None else SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=number))
 
 
-def requests_waiting(state: State) -> int:
-    """How many requests wait for an answer."""
-    from nvflare_lazy.transport import offload
-    from nvflare_lazy.transport.segments.server import SegmentServer
+def bytes_sent(state: State, ref_id: str) -> int:
+    """How many bytes of a payload NVFlare's transaction has counted."""
+    from nvflare.fuel.f3.streaming.download_service import DownloadService
 
-    return sum(len(queue) for queue in offload.runtime.shared(SegmentServer)._queues.values())
+    return DownloadService._ref_table[ref_id].tx.get_total_bytes()
 
 
 def is_offered(state: State, ref_id: str) -> bool:
