@@ -11,7 +11,7 @@ from nvflare.app_common.abstract.model_persistor import ModelPersistor
 from nvflare.app_common.workflows.cross_site_model_eval import CrossSiteModelEval
 from nvflare.app_opt.pt.file_model_locator import PTFileModelLocator
 from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe as StockFedAvgRecipe
-from nvflare.client.config import ExchangeFormat
+from nvflare.client.config import ExchangeFormat, TransferType
 from nvflare.recipe.utils import extract_persistor_id, setup_custom_persistor
 
 from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
@@ -19,7 +19,7 @@ from nvflare_lazy.flare.lazy_cross_site_eval import LazyCrossSiteEval
 from nvflare_lazy.flare.lazy_fedavg import LazyFedAvg
 from nvflare_lazy.flare.lazy_model_locator import LazyModelLocator
 from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, SUFFIX, LazyModelPersistor
-from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET
+from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET, TensorOffload
 from nvflare_lazy.recipes.options import OFFLOAD_ID, OffloadOptions
 
 
@@ -77,6 +77,7 @@ class FedAvgRecipe(StockFedAvgRecipe):
             raise ValueError("checkpoint and initial_ckpt cannot be combined; pass one initial checkpoint")
         self.rule = rule
         self.rule_args = rule_args
+        self._of_one_kind: list[LazyAggregator | TensorOffload] = []
         self._min_responses = min_responses
         self._wait_time_after_min_received = wait_time_after_min_received
         self._task_timeout = task_timeout
@@ -103,7 +104,20 @@ class FedAvgRecipe(StockFedAvgRecipe):
             best_model_filename=best_model_filename,
             **arguments,
         )
-        self.options.add_offload(self._job)
+        self._set_params_type(self.options.add_offload(self._job))
+
+    def _set_params_type(self, component: LazyAggregator | TensorOffload) -> None:
+        """Let a component accept differences only, if the clients compute them whatever their scripts send."""
+        sites = [*(self.per_site_config or {}).values()] or [{}]
+        kinds = {site.get("params_transfer_type") or self.params_transfer_type for site in sites}
+        component.params_type = "DIFF" if kinds == {TransferType.DIFF} else None
+        self._of_one_kind.append(component)
+
+    def _apply_per_site_config(self, config: dict[str, dict[str, Any]]) -> None:
+        super()._apply_per_site_config(config)
+        components, self._of_one_kind = self._of_one_kind, []
+        for component in components:
+            self._set_params_type(component)
 
     def _prepare_client_apps(self) -> None:
         super()._prepare_client_apps()
@@ -150,13 +164,18 @@ class FedAvgRecipe(StockFedAvgRecipe):
                     components[component_id] = LazyModelLocator(persistor_id)
 
     def _get_model_aggregator(self) -> Any:
-        return super()._get_model_aggregator() or LazyAggregator(
+        stock = super()._get_model_aggregator()
+        if stock:
+            return stock
+        aggregator = LazyAggregator(
             rule=self.rule,
             rule_args=self.rule_args,
             exclude_vars=self.exclude_vars,
             aggregation_weights=self.aggregation_weights,
             server_optimizer=self._server_optimizer(),
         )
+        self._set_params_type(aggregator)
+        return aggregator
 
     def _server_optimizer(self) -> dict[str, Any] | None:
         return None

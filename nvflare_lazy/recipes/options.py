@@ -82,11 +82,13 @@ class OffloadOptions:
         added: str = job.to_server(persistor, id="persistor")
         return added
 
-    def add_offload(self, job: Any) -> None:
-        """Add the offload component to the server's configuration."""
+    def add_offload(self, job: Any) -> TensorOffload:
+        """Add the offload component to the server's configuration and return it."""
         # Without this, NVFlare copies the sources of the package into the job.
         job.set_app_packages([PACKAGE])
-        job.to_server(self.offload(), id=OFFLOAD_ID)
+        offload = self.offload()
+        job.to_server(offload, id=OFFLOAD_ID)
+        return offload
 
 
 def add_tensor_offload(recipe: Recipe, *, clients: bool = False, **arguments: Any) -> None:

@@ -11,6 +11,7 @@ from nvflare.app_opt.pt.recipes import FedAvgRecipe as StockFedAvg
 from nvflare.app_opt.pt.recipes.fedopt import FedOptRecipe as StockFedOpt
 from nvflare.app_opt.pt.recipes.fedprox import FedProxRecipe as StockFedProx
 from nvflare.app_opt.pt.recipes.scaffold import ScaffoldRecipe as StockScaffold
+from nvflare.client.config import TransferType
 from nvflare.recipe.utils import add_cross_site_evaluation, set_per_site_config
 
 from nvflare_lazy import save
@@ -178,6 +179,28 @@ def test_server_optimizers_as_nvflare_names_them(script, export, given, expected
     recipe = FedOptRecipe(model=Small(), optimizer_args=given, min_clients=2, num_rounds=1, train_script=script)
     found = controller(export(recipe))["args"]["aggregator"]["args"]["server_optimizer"]
     assert found.items() >= expected.items()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "expected"),
+    [
+        # With FULL, a script may still send differences, as those with NVFlare's PTScaffoldHelper do.
+        (FedAvgRecipe, {}, None),
+        (FedAvgRecipe, {"params_transfer_type": TransferType.DIFF}, "DIFF"),
+        (FedOptRecipe, {}, "DIFF"),
+    ],
+)
+def test_kind_of_results(script, export, recipe, given, expected):
+    """The server accepts only differences if NVFlare's client computes them, whatever a script sends."""
+    arguments = {"model": Small(), "min_clients": 2, "num_rounds": 1, "train_script": script, **given}
+    config = export(recipe(**arguments))
+    assert controller(config)["args"]["aggregator"]["args"].get("params_type") == expected
+    assert component(config, "TensorOffload").get("params_type") == expected
+    some = recipe(**arguments)
+    set_per_site_config(some, {"site-1": {}, "site-2": {"params_transfer_type": TransferType.FULL}})
+    config = export(some, app="app_server")
+    assert controller(config)["args"]["aggregator"]["args"].get("params_type") is None
+    assert component(config, "TensorOffload").get("params_type") is None
 
 
 WRONG = [
