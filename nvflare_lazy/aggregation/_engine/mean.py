@@ -82,7 +82,9 @@ class Weights:
         else:
             total = sum(exact, start=Fraction(0))
             power = total.denominator.bit_length() - total.numerator.bit_length()
-            exact = [Fraction(float(weight * Fraction(2) ** power)) for weight in exact]
+            # A weight that is too small beside the others stays positive, so that its contribution is read and checked.
+            scaled = [max(float(weight * Fraction(2) ** power), math.ulp(0.0)) if weight else 0.0 for weight in exact]
+            exact = [*map(Fraction, scaled)]
         total = sum(exact, start=Fraction(0))
         return cls(tuple(map(float, exact[:-1])), float(total), whole, total)
 
