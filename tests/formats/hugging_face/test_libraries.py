@@ -16,8 +16,10 @@ import torch
 
 import nvflare_lazy
 from nvflare_lazy.cli.program import run
+from nvflare_lazy.flare.parameters_on_disk import ParametersOnDisk
 from nvflare_lazy.formats.hugging_face import ModelDirectory
 from nvflare_lazy.formats.hugging_face.lora import merge_lora
+from tests.flare.test_parameters_on_disk import mapped_addresses
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -255,3 +257,38 @@ def test_merge_into_a_tied_model(tmp_path):
     assert run(["merge-lora", *(str(tmp_path / part) for part in ("base", "adapter", "out"))]) == 0
     expected = merged_by_peft(tmp_path / "base", tmp_path / "adapter", torch.float32)
     assert torch.equal(loaded(tmp_path / "out").state_dict()["lm_head.weight"], expected["lm_head.weight"])
+
+
+CONFIGURATIONS = {
+    "qwen2": {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "llama": {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2},
+    "gpt2": {"n_embd": 256, "n_head": 4, "n_layer": 2},
+    "bert": {"hidden_size": 256, "intermediate_size": 512},
+    "t5": {"d_model": 256, "d_ff": 512, "num_layers": 2, "num_heads": 4},
+    "vit": {"hidden_size": 256, "intermediate_size": 512},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_instantiation_on_disk(tmp_path, name, dtype):
+    """`from_config` on disk gives the values and ties of `from_config`."""
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 2000}
+    config = transformers.AutoConfig.for_model(name, **layers, **CONFIGURATIONS[name])
+    kinds = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification"}
+    kind = getattr(transformers, kinds.get(name, "AutoModelForCausalLM"))
+    torch.manual_seed(3)
+    expected = kind.from_config(config, **{DTYPE: dtype})
+    torch.manual_seed(3)
+    with ParametersOnDisk(tmp_path):
+        found = kind.from_config(config, **{DTYPE: dtype})
+    pairs = list(zip(expected.named_parameters(), found.named_parameters(), strict=True))
+    pairs += list(zip(expected.named_buffers(), found.named_buffers(), strict=True))
+    for (one, tensor), (two, other) in pairs:
+        assert (one, tensor.dtype) == (two, other.dtype)
+        assert torch.equal(tensor, other), one
+    assert found.state_dict().keys() == expected.state_dict().keys()
+    mapped = mapped_addresses()
+    large = {name: part for name, part in found.named_parameters() if part.nbytes >= 4096}
+    assert large
+    assert [name for name, part in large.items() if not any(part.data_ptr() in area for area in mapped)] == []
