@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training script with a model of its own that writes down what it gets, and how much memory it takes beside that.
 
+With LINGER in the environment it does not end by itself: SIGTERM ends the first site's, and only SIGKILL the others'.
 Travels in the job's `custom` folder.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import signal
 import sys
 import threading
 import time
@@ -60,6 +62,10 @@ def main() -> None:
         flare.send(flare.FLModel(params=model.state_dict(), meta={"NUM_STEPS_CURRENT_ROUND": site}))
         with open(os.environ["WITNESS"], "a") as file:
             file.write(json.dumps({"beside the model": peak.most - peak.before, "types": types}) + "\n")
+    if "LINGER" in os.environ:
+        if site != 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(3600)
 
 
 if __name__ == "__main__":

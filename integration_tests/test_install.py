@@ -23,7 +23,6 @@ from tests.scratch.conftest import wait_until_empty
 
 HERE = Path(__file__).parent
 TRAINER = HERE / "measured_trainer.py"
-LINGERING = HERE / "lingering_trainer.py"
 WITNESS = HERE / "witnesses" / "witness.py"
 MODEL_MIB = 256
 
@@ -63,10 +62,16 @@ def check(result: RunResult, tensors: Any) -> None:
 
 
 def test_a_trainer_needs_no_second_model(run_job: JobRunner, tmp_path: Path):
-    """With one line at the top of the script, 256 MiB come and go beside the model in less than half of that."""
+    """With one line at the top of the script, 256 MiB come and go beside the model in less than half of that.
+
+    When the job is complete, NVFlare ends the one trainer by SIGTERM and the other by SIGKILL: nothing is left.
+    """
     seen = tmp_path / "witness.jsonl"
-    job = FLJob(mode="level-3", model_mib=MODEL_MIB, tensors=32, rounds=1, external=True, trainer=TRAINER)
-    result = run_job(job, environment=environment(job, seen))
+    job = JobOfKilledTrainers(mode="level-3", model_mib=MODEL_MIB, tensors=32, rounds=1, external=True, trainer=TRAINER)
+    result = run_job(job, environment={"LINGER": "", **environment(job, seen)})
+    assert result.output.count("terminating trainer process group") == 2
+    assert result.output.count("survived SIGTERM grace; killing") == 1
+    wait_until_empty(result.workspace.parent / "scratch")
     assert [note["types"] for note in notes(seen)] == [["LazyTensor"]] * job.clients * job.rounds
     most = max(note["beside the model"] for note in notes(seen))
     print(f"receiving and sending {MODEL_MIB} MiB takes a trainer {most / MIB:.0f} MiB at most beside its model")
@@ -83,15 +88,6 @@ def test_a_script_in_the_clients_process_says_it_for_the_process(run_job: JobRun
     check(result, nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors"))
     # The simulator ends its clients' processes by a signal.
     wait_until_empty(result.workspace.parent / "scratch")
-
-
-def test_trainers_that_nvflare_ends_by_signals_leave_nothing(run_job: JobRunner):
-    """A job completes, and its external trainers do not end: SIGTERM ends the one, and only SIGKILL the other."""
-    result = run_job(JobOfKilledTrainers(mode="level-2", model_mib=16, tensors=8, external=True, trainer=LINGERING))
-    assert result.output.count("terminating trainer process group") == 2
-    assert result.output.count("survived SIGTERM grace; killing") == 1
-    wait_until_empty(result.workspace.parent / "scratch")
-    check(result, nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors"))
 
 
 @in_deployment
