@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvflare_lazy.aggregation import Aggregation
+from nvflare_lazy.aggregation import Aggregation, to_rule
 from nvflare_lazy.tensors.byte_source import FailedSource
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
@@ -127,8 +127,8 @@ CONTRIBUTIONS = {
     st.booleans(),
 )
 def test_hostile_contribution(tmp_path_factory, kind, name, weight, rule, is_diff):
-    """Whatever one contributor sends, first, in the middle or last by name, with any weight: it alone is skipped."""
-    honest = {f"site-{number}": model(number) for number in range(6)}
+    """Whatever one contributor sends, first or last by name, with any weight, among as few others as the rule needs."""
+    honest = {f"site-{number}": model(number) for number in range(to_rule(rule).min_contributors)}
     weights = {site: number + 1.5 for number, site in enumerate(honest)}
     out = tmp_path_factory.getbasetemp() / "hostile.safetensors"
     aggregation = Aggregation(
