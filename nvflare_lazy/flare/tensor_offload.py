@@ -372,12 +372,24 @@ def _decoded(fl_ctx: FLContext) -> DXO | None:
     result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
     if not isinstance(result, Shareable) or result.get_return_code() != ReturnCode.OK:
         return None
-    jar = result.get_cookie_jar()
-    number = jar.get(AppConstants.CONTRIBUTION_ROUND) if isinstance(jar, dict) else None
-    if jar is not None and (not isinstance(jar, dict) or type(number) not in (int, type(None))):
-        # Aggregators compare the round with theirs.
-        result.set_cookie_jar({})
+    _make_rounds_plain(result)
     return from_shareable(result) if result.get_header(ReservedHeaderKey.CONTENT_TYPE) == "DXO" else None
+
+
+def _make_rounds_plain(result: Shareable) -> None:
+    """Make the numbers of rounds that a client states integers: NVFlare compares them with its own."""
+    for name in (AppConstants.START_ROUND, AppConstants.CURRENT_ROUND, AppConstants.NUM_ROUNDS):
+        number = result.get_header(name)
+        if number is not None and (type(number) is not int or number < 0):
+            result.set_header(name, None)
+    jar = result.get_cookie_jar()
+    if jar is None:
+        return
+    if not isinstance(jar, dict):
+        result.set_cookie_jar({})
+    elif type(number := jar.get(AppConstants.CONTRIBUTION_ROUND)) not in (int, type(None)):
+        # Not the number of any round.
+        jar[AppConstants.CONTRIBUTION_ROUND] = described(number)
 
 
 def _write_back(dxo: DXO, result: AcceptedResult, reference: Mapping[str, Any]) -> DXO:
