@@ -145,7 +145,7 @@ def _accept(client: str, stated: FLModel | DXO, expected: Expectation) -> Accept
             )
         what = f"the control variates of {who}"
         changes = _plain_dict(meta[_CONTROL_DIFF], what)
-        # Only parameters have control variates; what a client sends for counters is not used.
+        # Only parameters have control variates; values for counters are not used.
         changes = {name: change for name, change in changes.items() if not _is_counter(expected.controls.get(name))}
         controls = _accept_tensors(changes, expected.controls, what, Expectation())
     return AcceptedResult(
@@ -198,7 +198,7 @@ def accept_number(value: object) -> float | None:
         else:
             return None
     except Exception:
-        # Too large for a float, not received, or a type without numbers: whatever it is, it is not a number.
+        # Too large for a float, not received, or of a type without numbers.
         return None
     return number if math.isfinite(number) else None
 

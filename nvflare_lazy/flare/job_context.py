@@ -89,7 +89,7 @@ def kind_of_data(data_kind: object) -> ParamsType | None:
 
 @dataclass(frozen=True)
 class RunningAggregation:
-    """The aggregation of the workflow that runs, as far as it is known.
+    """Properties of the aggregation of the running workflow, as far as they are known.
 
     Attributes:
         exclude: Tensors whose names match are excluded by the controller or its aggregator.
@@ -110,7 +110,7 @@ class RunningAggregation:
 
 
 def running_aggregation(fl_ctx: FLContext) -> RunningAggregation:
-    """Return what is known about the aggregation of the workflow that runs."""
+    """Return the known properties of the aggregation of the running workflow."""
     workflow = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "current_wf", None)
     controller = getattr(workflow, "controller", None)
     aggregator: Any = getattr(controller, "aggregator", None)

@@ -69,7 +69,7 @@ class LazyCrossSiteEval(CrossSiteModelEval):
             if job_context.kind_of_data(dxo.data_kind) and (not dxo.data or any(map(is_weight, dxo.data.values()))):
                 dxo = _accepted(model_name, dxo)
             else:
-                # NVFlare ends the job if what it has saved cannot be read.
+                # NVFlare ends the job if it cannot read a saved model.
                 super()._save_dxo_content(model_name, self._cross_val_models_dir, dxo, fl_ctx)
                 super()._load_validation_content(model_name, self._cross_val_models_dir, fl_ctx)
             super()._save_client_model(model_name, dxo, fl_ctx)

@@ -364,10 +364,10 @@ def _size_of(value: object) -> PayloadSize:
 
 
 def _decoded(fl_ctx: FLContext) -> DXO | None:
-    """Return the result that NVFlare is processing, or None if it has none, or one that is not a DXO.
+    """Return the result that NVFlare is processing, or None if it is missing or not a DXO.
 
     Raises:
-        Exception: If it is called a DXO, but is not one.
+        Exception: If its header names a DXO, and its content is not one.
     """
     result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
     if not isinstance(result, Shareable) or result.get_return_code() != ReturnCode.OK:
@@ -393,7 +393,7 @@ def _make_rounds_plain(result: Shareable) -> None:
 
 
 def _write_back(dxo: DXO, result: AcceptedResult, reference: Mapping[str, Any]) -> DXO:
-    """Return what was accepted in the place of what the client stated."""
+    """Return the result with the accepted values instead of those that the client sent."""
     data, meta = dict(dict.items(dxo.data)), dict(dict.items(dxo.meta))
     for name, entry in result.tensors.items():
         right = reference.get(name)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Crafted results against every aggregation: one client costs its own contribution, and nothing else.
 
-A generator combines values, dtypes, shapes, names, metrics, metadata and control variates. After each round, the model
-and the metrics are those of the clients that count, bit for bit, and the log has one reason for each client that does
-not. At night (`HYPOTHESIS_PROFILE=night`), it makes fifty times as many results.
+A generator combines values, dtypes, shapes, names, metrics, metadata and control variates. After each round, the log
+has one reason for each skipped client, and the other clients alone have made the model, bit for bit, and the metrics.
+With `HYPOTHESIS_PROFILE=night`, there are fifty times as many results.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ REASON = re.compile("(?:(?:skipped the|Rejected the|ignored a late) result of|di
 
 
 class Unreadable(ByteSource):
-    """Bytes whose read fails, or that nobody may read because there are too many of them."""
+    """Bytes whose read fails, or that are too many to read."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -135,7 +135,7 @@ BAD_STEPS: tuple[Any, ...] = (
     *(np.complex64(1), torch.tensor([1, 2]), torch.tensor(NAN), np.array("3"), torch.zeros(0), failed(()), object()),
 )
 GOOD_STEPS: tuple[Any, ...] = (None, True, 1.0, np.float32(1), np.int64(1), torch.tensor(1), torch.ones(1, 1), 0)
-#: Values that are no finite numbers.
+#: Values that are not finite numbers.
 NO_METRICS: tuple[Any, ...] = (
     *(NAN, INFINITY, 10**400, [1.0, 2.0], (1.0,), {"a": 1}, None, 1j, b"1", {1.0}, object(), "x" * 1000),
     *(torch.ones(2), np.ones(3), torch.tensor(1j), torch.tensor(NAN), torch.zeros(0), np.array("1"), np.complex128(1)),
@@ -256,7 +256,7 @@ def spoil_meta(result: Crafted, random_: random.Random, target: type[Target]) ->
 
 
 def spoil_everything(result: Crafted, random_: random.Random, target: type[Target]) -> bool:
-    """Another kind of data, or something else in the place of the tensors."""
+    """Another kind of data, or another value instead of the tensors."""
     if random_.random() < 0.5:
         result.data_kind = random_.choice(["COLLECTION", "ANALYTIC", "X", 5, None, ("WEIGHTS",), [1], "WEIGHT_DIFF2"])
         # NVFlare takes an unknown kind for a model.
@@ -342,7 +342,7 @@ class ModelAggregation(Target):
         if converted is None:
             return
         if not converted.params:
-            # As NVFlare's FedAvg does, also for a result that `TensorOffload` has rejected.
+            # NVFlare's FedAvg also does so for a result that `TensorOffload` has rejected.
             logging.getLogger("nvflare").warning("Empty result of %s", client)
             return
         with contextlib.suppress(ResultMismatchError):
@@ -443,7 +443,7 @@ TARGETS = [ModelAggregation, ShareableAggregation, ScaffoldAggregation, OneCompo
 
 
 class Messages(logging.Handler):
-    """What is logged."""
+    """Collects the log."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
