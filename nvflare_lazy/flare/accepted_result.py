@@ -22,7 +22,7 @@ from nvflare.app_common.app_constant import AlgorithmConstants, AppConstants
 from nvflare_lazy._text import quoted
 from nvflare_lazy.aggregation import ParamsType as ParamsKind
 from nvflare_lazy.aggregation.schema import find_mismatch, listed, specs_of
-from nvflare_lazy.errors import ResultMismatchError
+from nvflare_lazy.errors import ResultMismatchError, UnsupportedDtypeError, UnsupportedTensorError
 from nvflare_lazy.flare.job_context import kind_of_data
 from nvflare_lazy.flare.weights import holds_arrays, is_array, is_lazy, is_weight
 from nvflare_lazy.tensors.entry import TensorEntry, TensorSpec, entry_of, geometry_of
@@ -281,6 +281,14 @@ def spec_of(value: object) -> TensorSpec:
     """Return dtype and shape of a tensor or array, without its bytes."""
     element_type, shape = geometry_of(value)
     return TensorSpec(element_type.torch or torch.uint8, shape)
+
+
+def spec_or_none(value: object) -> TensorSpec | None:
+    """Return dtype and shape of a value, or None if it is not a tensor of a supported dtype."""
+    try:
+        return spec_of(value)
+    except (UnsupportedTensorError, UnsupportedDtypeError):
+        return None
 
 
 def _plain_dict(values: object, what: str, *, any_names: bool = False) -> dict[str, Any]:

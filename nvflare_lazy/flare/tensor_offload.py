@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from nvflare_lazy.flare.accepted_result import (
     majority_kind,
     shown,
     spec_of,
+    spec_or_none,
 )
 from nvflare_lazy.flare.job_context import RunningAggregation
 from nvflare_lazy.flare.malloc_tuning import MallocTrimmer, tune_malloc
@@ -227,7 +229,8 @@ class TensorOffload(FLComponent):
         parts = (part for part in (dxo.data, *dxo.meta.values()) if isinstance(part, dict))
         values = [value for part in parts for value in part.values() if is_weight(value)]
         on_disk = any(map(is_lazy, values))
-        self.round_log.on_result(client, sum(value.nbytes for value in values), len(values), on_disk=on_disk)
+        nbytes = sum(spec.dtype.itemsize * prod(spec.shape) for spec in map(spec_or_none, values) if spec is not None)
+        self.round_log.on_result(client, nbytes, len(values), on_disk=on_disk)
 
     def _accept(self, fl_ctx: FLContext) -> None:
         """Replace what a client states by plain values, before a controller or aggregator reads it, or reject it."""

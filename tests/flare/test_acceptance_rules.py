@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -293,6 +294,20 @@ def test_nothing_of_a_rejected_result_is_in_nvflares_sum(fl_ctx, caplog):
     assert from_shareable(result).meta == {}
 
 
+@pytest.mark.parametrize("value", ["text", torch.ones(2).to_sparse(), np.array(["a"]), np.array([object()])])
+def test_a_result_is_recorded_whatever_it_has(fl_ctx, tmp_path, caplog, value):
+    """The size of values that are not tensors does not count."""
+    offload = TensorOffload(str(tmp_path / "root"))
+    offload.handle_event(EventType.START_RUN, fl_ctx)
+    result = DXO(DataKind.WEIGHTS, data={"a": torch.ones(2), "b": value}).to_shareable()
+    receive_from(fl_ctx, "site-1", result)
+    offload.handle_event(EventType.BEFORE_TASK_RESULT_FILTER, fl_ctx)
+    with caplog.at_level(logging.INFO):
+        offload.round_log.on_verdict("site-1", accepted=False)
+    offload.handle_event(EventType.END_RUN, fl_ctx)
+    assert re.search("received the result of site-1: (8|16) B in", caplog.text)
+
+
 def test_a_rejected_result_has_an_error_where_nvflare_would_end_the_job(fl_ctx):
     """SCAFFOLD ends the job if a result is empty; of an error, its option decides."""
     offload = one_component(fl_ctx, Scaffold(num_clients=2), a=[0.0, 0.0])
@@ -361,8 +376,8 @@ def test_params_type_is_validated(component):
         component(params_type="WEIGHTS")
 
 
-def test_a_long_round_of_arrays_stays_one_of_arrays(fl_ctx, scratch):
-    """One client cannot turn the model of a job that exchanges arrays into tensors, nor the other way round."""
+def test_one_client_does_not_turn_tensors_into_arrays(fl_ctx, scratch):
+    """Most clients decide whether the next model has tensors or arrays."""
     round_ = Round(fl_ctx)
     round_.aggregator.accept_model(sent("a-first", 5, a=np.full(2, 5, np.float32), b=np.ones(1, np.float32)))
     for number in (1, 3):
