@@ -66,11 +66,13 @@ class LazyTensor(UndispatchedMethods):
     `ImmutableTensorError`.
 
     Args:
-        source: The storage the geometry refers to.
+        source: The storage the geometry refers to. With a tensor, lazy or not, the result is what `torch.nn.Parameter`
+            returns for it.
         dtype: The element type.
         shape: The shape.
         strides: Strides in elements, or None for a row-major tensor.
         storage_offset: First element in the storage.
+        requires_grad: Only for a parameter.
 
     Example:
         >>> tensor = LazyTensor(FileSource(file, 4096, 1 << 30), torch.float32, (16384, 16384))
@@ -90,13 +92,19 @@ class LazyTensor(UndispatchedMethods):
     @staticmethod
     def __new__(
         cls: type[LazyTensor],
-        source: ByteSource,
-        dtype: torch.dtype,
-        shape: Sequence[int],
+        source: ByteSource | torch.Tensor,
+        dtype: torch.dtype | None = None,
+        shape: Sequence[int] | None = None,
         *,
         strides: Sequence[int] | None = None,
         storage_offset: int = 0,
+        requires_grad: bool = False,
     ) -> LazyTensor:
+        if isinstance(source, torch.Tensor):
+            # A parameter may be lazy, and accelerate replaces a parameter by `type(parameter)(value, requires_grad=…)`.
+            return torch.nn.Parameter(source, requires_grad)  # type: ignore[return-value]
+        if dtype is None or shape is None:
+            raise TypeError("LazyTensor() requires a byte source, a dtype and a shape")
         dtypes.by_torch(dtype)  # raises for types that no file holds, such as quantized ones
         shape = tuple(shape)
         if strides is None:

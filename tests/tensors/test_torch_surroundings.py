@@ -453,6 +453,25 @@ def test_modules_are_moved_and_converted(change):
     assert_same(dict(made), dict(ordinary))
 
 
+def test_a_parameter_is_made_of_its_own_kind():
+    """accelerate calls `type(parameter)(value, requires_grad=...)` with lazy, meta and ordinary values."""
+    layer = with_state(lazy)[0]
+    kind = type(layer.weight)
+    assert kind is LazyTensor
+    for value in (lazy(W), W, layer.weight.to("meta")):
+        for requires_grad in (False, True):
+            made = kind(value, requires_grad=requires_grad)
+            assert isinstance(made, nn.Parameter)
+            assert (made.requires_grad, made.is_meta, type(made)) == (
+                requires_grad,
+                value.is_meta,
+                LazyTensor if isinstance(value, LazyTensor) else nn.Parameter,
+            )
+            layer.weight = made
+    with pytest.raises(TypeError, match="requires a byte source"):
+        LazyTensor(lazy(W).source)
+
+
 def test_forward_mode_derivatives_of_clones():
     """A clone carries its tangent."""
     with forward_ad.dual_level():

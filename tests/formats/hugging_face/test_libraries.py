@@ -292,3 +292,64 @@ def test_instantiation_on_disk(tmp_path, name, dtype):
     large = {name: part for name, part in found.named_parameters() if part.nbytes >= 4096}
     assert large
     assert [name for name, part in large.items() if not any(part.data_ptr() in area for area in mapped)] == []
+
+
+def empty_qwen(base: Path) -> torch.nn.Module:
+    with accelerate.init_empty_weights():
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(base))
+    return model.eval()
+
+
+def test_offload_with_lazy_state(base):
+    """`cpu_offload` takes lazy tensors: a layer's weights are loaded while it runs, each time."""
+    expected = logits(loaded(base))
+    weights = nvflare_lazy.open(base)
+    tied = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+    model = accelerate.cpu_offload(empty_qwen(base), execution_device="cpu", state_dict=tied)
+    for _ in range(3):
+        assert torch.equal(logits(model), expected)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_dispatch_with_lazy_state(base, tmp_path, where):
+    """`dispatch_model` and `disk_offload` take lazy tensors, as the state or as the parameters of a model."""
+    expected = logits(loaded(base))
+    weights = nvflare_lazy.open(base)
+    tied = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+    devices = {"model.embed_tokens": "cpu", "model.layers": where, "model.norm": "cpu", "lm_head": "cpu"}
+    model = empty_qwen(base)
+    model.load_state_dict(tied, assign=True)
+    buffers = {"model.rotary_emb": "cpu"}
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    dispatched = accelerate.dispatch_model(
+        model,
+        {**devices, **buffers},
+        main_device="cpu",
+        state_dict=tied,
+        offload_dir=tmp_path / "offload",
+        force_hooks=True,
+    )
+    for _ in range(2):
+        assert torch.equal(logits(dispatched), expected)
+    model = empty_qwen(base)
+    model.load_state_dict(tied, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    offloaded = accelerate.disk_offload(model, tmp_path / "disk", execution_device="cpu")
+    for _ in range(2):
+        assert torch.equal(logits(offloaded), expected)
+
+
+@pytest.mark.parametrize("shard", [None, "20KB"])
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_load_checkpoint_and_dispatch(base, tmp_path, where, shard):
+    """Files of this package are loaded and dispatched by accelerate."""
+    expected = logits(loaded(base))
+    nvflare_lazy.save(nvflare_lazy.open(base), tmp_path / "saved", like=base, max_shard_size=shard)
+    devices = {"model.embed_tokens": "cpu", "model.layers": where, "model.norm": "cpu", "lm_head": "cpu"}
+    model = qwen()
+    model.tie_weights()
+    model = accelerate.load_checkpoint_and_dispatch(
+        model, str(tmp_path / "saved"), {**devices, "model.rotary_emb": "cpu"}, offload_folder=tmp_path / "offload"
+    )
+    assert torch.equal(logits(model), expected)
