@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 _ONLY_TENSOR_NAME = "tensor"
 _ONLY_VALUE_KEY = "value"
 _MAX_DEPTH = 64
-# Bytes that an item takes while its container is taken apart.
-_ITEM_BYTES = 48
+# Bytes that an item takes while its container is taken apart, what an item of the whole checkpoint takes with its name,
+# and what a tensor takes with its name in several dictionaries.
+_ITEM_BYTES, _EXTRA_BYTES, _NAMED_BYTES = 48, 200, 320
 
 TensorRecord = TensorView | StorageRef | UnsupportedTensor
 _NOTHING = object()
@@ -67,6 +68,8 @@ class CheckpointTree:
             content = {_ONLY_TENSOR_NAME: content}
         else:
             parts = children(content)
+            if parts is not None:
+                spend(_EXTRA_BYTES * len(content))  # type: ignore[arg-type]
             content = {_ONLY_VALUE_KEY: content} if parts is None else dict(parts)
         rest = self._take_apart(content, "", 0)
         self.extras: dict[str, object] = _by_text(rest) if rest is not _NOTHING else {}
@@ -127,6 +130,7 @@ class CheckpointTree:
         return name
 
     def _add(self, name: str, record: TensorRecord) -> None:
+        self._spend(_NAMED_BYTES)
         if name in self.tensors:
             raise PyTorchCheckpointError(
                 f"{self._path}: two tensors would have the name {quoted(name)}; open the part you need with section=..."

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unpickles PyTorch checkpoints with torch's weights-only unpickler, into records of where tensors are.
+"""Unpickles PyTorch checkpoints into records of where tensors are, and plain data; nothing in a file is ever run.
 
-The only module that uses `torch._weights_only_unpickler`, which is private. torch's unpickler makes plain data; names
-and calls come to `_Unpickler`, which only ever calls the functions of this module. Names that are not known are never
-imported: objects of such classes become `OpaqueObject`s, or the file is refused.
+The only module that uses `torch._weights_only_unpickler`, which is private, for its list of names. Only functions of
+this module are ever called. Names that are not known are never imported: objects of such classes become
+`OpaqueObject`s, or the file is refused.
 """
 
 from __future__ import annotations
 
-import io
 import re
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -22,7 +21,7 @@ from torch.storage import UntypedStorage
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import ForbiddenGlobalError, NVFlareLazyError, PyTorchCheckpointError
-from nvflare_lazy.formats.pytorch._rewrite import OPERATIONS, rewrite
+from nvflare_lazy.formats.pytorch._machine import PickleMachine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +37,7 @@ _MAX_TUPLE_KEYS = 4096
 # Below it an integer is its own hash, so no file can choose many that collide.
 _LARGEST_KEY = 1 << 60
 # About what a call and its result, an item of a list, and one of a dict take.
-_CALL_BYTES, _SLOT_BYTES, _ITEM_BYTES = 480, 16, 64
+_CALL_BYTES, _SLOT_BYTES, _ITEM_BYTES = 320, 16, 64
 # What a function may make of each item of an argument.
 _WEIGHTS: dict[type, int] = {dict: 64, list: 64, tuple: 64, str: 4, bytes: 1, bytearray: 1}
 
@@ -158,11 +157,7 @@ def unpickle(stream: PickleStream, load_id: Callable[[object], object]) -> objec
         load_id: Returns the storage or tensor for a persistent id, or raises ValueError.
     """
     try:
-        code, values = rewrite(stream, partial(_find, stream))
-        unpickler = _Unpickler(code, values, stream, load_id)
-        content: object = unpickler.load()  # type: ignore[no-untyped-call]
-        if unpickler.stack or unpickler.metastack:
-            raise ValueError("an end where it is not finished")
+        return _Unpickler(stream, load_id).run()
     except (NVFlareLazyError, MemoryError):
         raise
     except Exception as error:  # of any kind: functions are called with values of the file
@@ -170,44 +165,21 @@ def unpickle(stream: PickleStream, load_id: Callable[[object], object]) -> objec
         raise PyTorchCheckpointError(
             f"{stream.path}: the pickle makes no sense ({what}): the file is damaged, or holds more than a state dict"
         ) from None
-    return content
 
 
-class _Unpickler(weights_only.Unpickler):
-    """torch's unpickler, with persistent ids that are integers: operations on the top of the stack, then values.
-
-    Its objects are only ever looked at by their type before it is known what they are: a few bytes can describe a tuple
-    whose hash or text has no end.
-    """
-
-    def __init__(
-        self, code: bytes, values: list[object], stream: PickleStream, load_id: Callable[[object], object]
-    ) -> None:
-        super().__init__(io.BytesIO(code))
-        self._values = values
-        self._spend = stream.spend
+class _Unpickler(PickleMachine):
+    def __init__(self, stream: PickleStream, load_id: Callable[[object], object]) -> None:
+        super().__init__(stream)
+        self._load_id = load_id
         self._tuple_keys = 0
-        operations: dict[str, Callable[[Any], object]] = {
-            "call": self._call,
-            "build": _build,
-            "append": partial(self._fill, list),
-            "set items": partial(self._fill, dict),
-            "add": partial(self._fill, set),
-            "list": list,
-            "dict": lambda items: self._fill(dict, ({}, items)),
-            "frozenset": lambda items: frozenset(self._fill(set, (set(), items))),
-            "find": partial(_find, stream),
-            "load id": load_id,
-        }
-        self._operations = [operations[name] for name in OPERATIONS]
 
-    def persistent_load(self, pid: int) -> object:
-        if pid < len(OPERATIONS):
-            return self._operations[pid](self.stack.pop())
-        return self._values[pid - len(OPERATIONS)]
+    def find(self, module: object, name: object) -> object:
+        return _find(self._stream, module, name)
 
-    def _call(self, operands: tuple[object, Any]) -> object:
-        called, arguments = operands
+    def load_id(self, persistent_id: object) -> object:
+        return self._load_id(persistent_id)
+
+    def call(self, called: object, arguments: object) -> object:
         if type(arguments) is not tuple:
             raise ValueError("a call without a tuple of arguments")
         if arguments:
@@ -216,19 +188,30 @@ class _Unpickler(weights_only.Unpickler):
             for argument in arguments:
                 if type(argument) in _WEIGHTS:
                     nbytes += _WEIGHTS[type(argument)] * len(argument)
-            self._spend(nbytes)
+            self._stream.spend(nbytes)
         if type(called) is OpaqueObject:
             return OpaqueObject(called.name, arguments)
         if type(called) is not _Function:
             raise ValueError(f"a call of {type(called).__name__}")
         return called.run(*arguments)
 
-    def _fill(self, kind: Any, operands: tuple[Any, tuple[object, ...]]) -> Any:
-        """Put items, or keys and values, into a container."""
-        target, items = operands
-        self._spend((_SLOT_BYTES if kind is list else _ITEM_BYTES) * len(items))
+    def build(self, target: object, state: object) -> object:
         if type(target) is OpaqueObject:
-            target.states.append(items)
+            target.states.append(state)
+        elif isinstance(target, (TensorView, UnsupportedTensor)):
+            # A parameter's gradient flag and hooks, or attributes; four or five items would be another tensor.
+            if type(state) is tuple and len(state) > 3:
+                raise ValueError("a tensor that is replaced by its own state")
+        elif (
+            type(target) is not dict
+        ):  # for dicts: attributes of an OrderedDict, such as the `_metadata` of a state dict
+            raise ValueError(f"a state for a {type(target).__name__}")
+        return target
+
+    def fill(self, kind: Any, target: Any, items: list[object]) -> Any:
+        self._stream.spend((_SLOT_BYTES if kind is list else _ITEM_BYTES) * len(items))
+        if type(target) is OpaqueObject:
+            target.states.append(tuple(items))
         elif type(target) is not kind:
             raise ValueError(f"items for a {type(target).__name__}, which is not a {kind.__name__}")
         elif kind is list:
@@ -241,7 +224,7 @@ class _Unpickler(weights_only.Unpickler):
             target.update(zip(self._checked_keys(items[::2]), items[1::2], strict=True))
         return target
 
-    def _checked_keys(self, keys: tuple[object, ...]) -> tuple[object, ...]:
+    def _checked_keys(self, keys: list[object]) -> list[object]:
         for key in keys:
             if _is_plain_key(key):
                 continue
@@ -281,9 +264,8 @@ _DATA = re.compile(
 _FIRST_PARTY = sys.stdlib_module_names | {"torch", "numpy", "nvflare_lazy"}
 
 
-def _find(stream: PickleStream, module_and_name: tuple[object, object]) -> object:
+def _find(stream: PickleStream, module: object, name: object) -> object:
     """Return what a name means, or raise the error that it may not be used."""
-    module, name = module_and_name
     if type(module) is not str or type(name) is not str:
         raise ValueError("a global whose name is not text")
     stream.spend(_ITEM_BYTES + 4 * (len(module) + len(name)))
@@ -326,19 +308,6 @@ def _names() -> dict[str, object]:
 
 
 # ---- functions that replace torch's and Python's ---------------------------------------------------------------
-
-
-def _build(operands: tuple[object, object]) -> object:
-    target, state = operands
-    if type(target) is OpaqueObject:
-        target.states.append(state)
-    elif isinstance(target, (TensorView, UnsupportedTensor)):
-        # A parameter's gradient flag and hooks, or attributes; four or five items would be another tensor.
-        if type(state) is tuple and len(state) > 3:
-            raise ValueError("a tensor that is replaced by its own state")
-    elif type(target) is not dict:  # for dicts: attributes of an OrderedDict, such as the `_metadata` of a state dict
-        raise ValueError(f"a state for a {type(target).__name__}")
-    return target
 
 
 def _tensor(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pickles in a part of an open file, as a stream that never takes memory for bytes that are not in the file.
 
-The base of opening a PyTorch checkpoint: `pickletools` reads opcodes from it, and it counts the memory of the objects
-that the opcodes describe. In legacy files tensor data follows the pickle, so little is read ahead.
+The base of opening a PyTorch checkpoint: `_machine` reads opcodes from it, and it counts the memory of the objects that
+the opcodes describe. In legacy files tensor data follows the pickle, so little is read ahead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_BYTES = 2 << 30
 
 
 class PickleStream:
-    """A cursor over the bytes `start` to `stop` of a file, with the file methods that `pickletools` uses.
+    """A cursor over the bytes `start` to `stop` of a file, read by opcodes.
 
     Args:
         file: The open file.
@@ -78,6 +78,14 @@ class PickleStream:
         data = self._buffer[self._at : end]
         self._at = end
         return data
+
+    def read_byte(self) -> int:
+        """Return the next byte."""
+        at = self._at
+        if at < len(self._buffer):
+            self._at = at + 1
+            return self._buffer[at]
+        return self.read(1)[0]
 
     def readline(self) -> bytes:
         """Return the bytes up to the next line feed, and the line feed."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import io
 import pickle
 import pickletools
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +15,8 @@ from hypothesis import strategies as st
 from torch.storage import TypedStorage
 
 from nvflare_lazy.errors import PyTorchCheckpointError
+from nvflare_lazy.formats.pytorch import _machine, open_pytorch
 from nvflare_lazy.formats.pytorch import _pickle as unpickler
-from nvflare_lazy.formats.pytorch import _rewrite, open_pytorch
 from nvflare_lazy.formats.pytorch._stream import PickleStream
 from nvflare_lazy.tensors.tensor_file import TensorFile
 from tests.formats.pytorch import files
@@ -101,35 +100,18 @@ def _types(value: object) -> object:
 
 def test_every_opcode_is_decided_on():
     """An opcode is either read or refused on purpose; a new protocol of Python will show up here."""
-    read = {*_rewrite._CODES, *_rewrite._PUTS, *_rewrite._GETS, *_rewrite._VALUES, "GLOBAL"}
+    read = {opcode.name for opcode in pickletools.opcodes if ord(opcode.code) in {*_machine._OPCODES, _machine._STOP}}
     assert read | REFUSED == {opcode.name for opcode in pickletools.opcodes}
     assert not read & REFUSED
 
 
-def test_torch_gets_nothing_that_calls():
-    """The codes for torch's unpickler make plain data; all else is an integer as a persistent id."""
-    plain = "MARK NONE NEWTRUE NEWFALSE EMPTY_TUPLE EMPTY_LIST EMPTY_DICT EMPTY_SET TUPLE TUPLE1 TUPLE2 TUPLE3 BININT1"
-    for weight, code in _rewrite._CODES.values():
-        names = [opcode.name for opcode, _, _ in pickletools.genops(code.removesuffix(b".") + b".")][:-1]
-        assert "BINPERSID" not in names or names[-2:] == ["BININT1", "BINPERSID"]
-        assert {*names} <= {*plain.split(), "BINPERSID"}
-        assert weight >= 0
-
-
 def test_torch_has_not_changed():
-    """What is used of torch's private unpickler: its loop, its stack, its table of names, integers as persistent ids.
+    """What is used of torch's private unpickler is its table of names.
 
-    If this fails, torch has changed: read what differs from torch 2.13, above all what is new in the table of names.
+    If this fails, torch has changed: read what differs from torch 2.13, above all what is new in that table.
     """
     from torch import _weights_only_unpickler as weights_only
 
-    class Unpickler(weights_only.Unpickler):
-        def persistent_load(self, pid):
-            return pid, self.stack.pop()
-
-    loaded = Unpickler(io.BytesIO(b"\x80\x02(NK\x05Q\x89t."))
-    assert loaded.load() == ((5, None), False)
-    assert (loaded.stack, loaded.metastack) == ([], [])
     allowed = weights_only._get_allowed_globals()
     constants = {
         name
@@ -201,7 +183,7 @@ def test_refused_opcodes(path, name):
         (b"cos\nsystem\n.", r"names os\.system"),
         (b"ccollections\nOrderedDict\nNR.", "without a tuple"),
         (b"ccollections\nOrderedDict\n)N\x92.", "no checkpoint needs"),
-        (b"ccollections\nOrderedDict\n)}(Nu\x92.", "no checkpoint needs"),
+        (b"ccollections\nOrderedDict\n)}\x92.", "no checkpoint needs"),
         (b"N)\x81.", "call of NoneType"),
         (b"ctorch\nfloat32\n)R.", "call of dtype"),
         (b"ctorch\nTensor\n)R.", "call of _TensorMeta"),
@@ -219,7 +201,7 @@ def test_refused_opcodes(path, name):
         (b"V\\u\n.", "makes no sense"),
         (b"X\x02\0\0\0\xff\xfe.", "makes no sense"),
         (b"\x8b\xff\xff\xff\xff.", "makes no sense"),
-        (b"\x8b\xff\xff\xff\x7f.", "asks for 2147483647 bytes"),
+        (b"\x8b\xff\xff\xff\x7f.", "an integer of 17179869176 bits"),
         (b"B\xff\xff\xff\xff.", "asks for 4294967295 bytes"),
         (b"](]\x91.", "a list as a key"),
         (b"}])s.", "a list as a key"),

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
+import random
 import struct
 import time
+import tracemalloc
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from tests.formats.pytorch import files
 
 MIB = 1 << 20
 SECONDS = 20
+PROGRAMS = 2000 if os.environ.get("HYPOTHESIS_PROFILE") == "night" else 12
 
 
 @pytest.fixture
@@ -209,6 +213,10 @@ def doubling_tuple(depth: int) -> bytes:
 FLOATS = b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\0000X\3\0\0\0cpuK\x04NtQ"
 
 
+# A tensor of the meta device, which has no storage.
+TENSOR = b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n(ctorch\nfloat32\nK\x01\x85K\x01\x85\x89tR"
+
+
 def rebuilt(function: bytes, arguments: bytes) -> bytes:
     """One list of sizes, used by very many tensors."""
     sizes = b"(" + b"K\x01" * 99_999 + b"tq\x00"
@@ -280,6 +288,17 @@ BOMBS = {
         "builtins", "set", b"(" + b"".join(b"J" + struct.pack("<i", i) for i in range(20_000)) + b"t", 20_000
     ),
     "a storage again and again": lambda: b"\x80\x02(" + FLOATS + b"q\x01" + FLOATS * 60_000 + b"t.",
+    "one tensor, again and again": lambda: b"\x80\x02](" + TENSOR + b"q\x01" + b"h\x01" * 500_000 + b"e.",
+    "one tensor rebuilt again and again": lambda: (
+        b"\x80\x02](ctorch._utils\n_rebuild_parameter\nq\x01"
+        + TENSOR
+        + b"\x88}\x87q\x02"
+        + b"h\x01h\x02R" * 100_000
+        + b"e."
+    ),
+    "very many small numbers": lambda: b"\x80\x02](" + b"K\x01" * 500_000 + b"e.",
+    "very many tuples of one": lambda: b"\x80\x02](" + b"N\x85" * 500_000 + b"e.",
+    "very many objects": lambda: b"\x80\x02](ca.b\nq\x01)q\x02" + b"h\x01h\x02R" * 200_000 + b"e.",
     "attributes copied into objects": lambda: (
         b"(}(" + numbered_nones(20_000) + b"uq\x00" + b"cargparse\nNamespace\n)Rh\x00b" * 20_000 + b"t."
     ),
@@ -315,6 +334,78 @@ def test_bombs(tmp_path, monkeypatch, name, kind):
         open_pytorch(tmp_path / "model.pt")
     assert time.process_time() - start < SECONDS
     assert peak_memory() - before < pickle_stream._BYTES_PER_BYTE * len(bomb) + 24 * MIB
+
+
+def random_pickle(rng: random.Random, nbytes: int) -> bytes:
+    """A valid pickle: a list of many values, most of which are made of values before them."""
+    parts, size, count = [b"\x80\x04]("], 0, 0
+
+    def known() -> bytes:
+        return b"j" + struct.pack("<I", rng.randrange(count)) if count else b"N"
+
+    def several(end: bytes) -> bytes:
+        return b"(" + b"".join(known() for _ in range(rng.choice((0, 1, 2, 64, 500)))) + end
+
+    sizes = b"(" + b"K\x01" * 64 + b"t"
+    makers = (
+        lambda: rng.choice((b"N", b"\x88", b")", b"]", b"}", b"\x8f", b"K\x07", b"\x8c\x02ab", b"G" + bytes(8))),
+        lambda: b"X" + struct.pack("<I", length := rng.choice((0, 9, 5000))) + b"x" * length,
+        known,
+        lambda: known() + b"\x85",
+        lambda: known() + known() + b"\x86",
+        lambda: several(b"t"),
+        lambda: several(b"l"),
+        lambda: b"}(" + b"".join(b"K" + bytes((key,)) + known() for key in range(9)) + b"u",
+        lambda: b"](" + several(b"t") + b"e",
+        lambda: TENSOR,
+        lambda: b"ctorch._utils\n_rebuild_parameter\n" + known() + b"\x88}\x87R",
+        lambda: b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n(ctorch\nfloat32\n" + sizes + b"]\x89tR",
+        lambda: b"ccollections\nOrderedDict\n)R",
+        lambda: b"ccollections\nOrderedDict\n" + known() + b"\x85R",
+        lambda: b"ctorch\nSize\n" + sizes + b"\x85R",
+        lambda: b"cargparse\nNamespace\n)R" + known() + b"b",
+        lambda: b"ca.b\n" + known() + b"\x85R",
+        lambda: b"cbuiltins\nset\n" + several(b"l") + b"\x85R",
+    )
+    while size < nbytes:
+        part = rng.choice(makers)()
+        part = part * rng.choice((1, 1, 1, 300)) if len(part) < 100 else part
+        if rng.random() < 0.5:
+            part, count = part + b"\x94", count + 1
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts) + b"e."
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_programs(tmp_path, monkeypatch, seed):
+    """Memory and work stay within what is granted to a pickle of the size, whatever its values share."""
+    free, rng, opened = 1 * MIB, random.Random(seed), 0
+    monkeypatch.setattr(pickle_stream, "_FREE_BYTES", free)
+    spend, work = pickle_stream.PickleStream.spend, [0, 0, 0]
+
+    def counted(stream, nbytes):
+        work[:] = work[0] + 1, work[1] + work[2], nbytes
+        spend(stream, nbytes)
+
+    monkeypatch.setattr(pickle_stream.PickleStream, "spend", counted)
+    for _ in range(PROGRAMS):
+        data = random_pickle(rng, rng.choice((200, 2000, 20_000)))
+        files.write_zip(tmp_path / "model.pt", data)
+        work[:] = 0, 0, 0
+        tracemalloc.start()
+        try:
+            opened += bool(open_pytorch(tmp_path / "model.pt"))
+        except PyTorchCheckpointError:
+            pass
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        granted = free + pickle_stream._BYTES_PER_BYTE * len(data)
+        assert peak < granted + 256 * 1024
+        assert work[1] <= granted
+        assert work[0] < granted / 16 + len(data)
+    assert opened
 
 
 @pytest.mark.parametrize("name", MEMOS)
