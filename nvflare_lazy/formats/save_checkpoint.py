@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nvflare_lazy._text import get_logger, quoted
+from nvflare_lazy._text import format_size, get_logger, quoted
 from nvflare_lazy.errors import (
     MetadataMismatchError,
     UnserializableTensorError,
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
+
+# Tied and expanded tensors are written once for each name. Real checkpoints repeat a few of their tensors a few times.
+_MAX_REPETITIONS = 64
+_FREE_REPEATED_BYTES = 1 << 30
 
 
 def save(
@@ -86,6 +90,8 @@ def save(
     # Recipes, where there are some: a tensor that torch cannot hold can be copied all the same.
     values = tensors.entries if isinstance(tensors, LazyTensorDict) else tensors
     in_order = in_file_order([tensor_meta(name, value, dtype=dtype) for name, value in values.items()])
+    if isinstance(tensors, LazyTensorDict):
+        _check_repetition(tensors, os.fspath(path))
     with StreamingWriter(path, in_order, metadata=metadata, max_shard_size=max_shard_size, like=like) as writer:
         overflows = {}
         for meta in in_order:
@@ -101,6 +107,17 @@ def save(
             *(saved, sum(overflows.values()), len(overflows), quoted(next(iter(overflows))), dtype),
         )
     return saved
+
+
+def _check_repetition(tensors: LazyTensorDict, path: str) -> None:
+    """Raise if a checkpoint of a few bytes, which repeats or expands them, would fill the disk."""
+    sources = {id(entry.source): entry.source.nbytes for entry in tensors.entries.values()}
+    total, distinct = tensors.nbytes, sum(sources.values())
+    if total > _FREE_REPEATED_BYTES + _MAX_REPETITIONS * distinct:
+        raise UnserializableTensorError(
+            f"{path} would have {format_size(total)}, because {len(tensors)} tensors repeat {format_size(distinct)}: "
+            "save only the tensors that you need"
+        )
 
 
 def save_safetensors_streaming(

@@ -432,3 +432,20 @@ def test_promises_from_a_generator(tmp_path: Path) -> None:
     meta = collect_state_dict_meta(tensors.items())
     save_safetensors_streaming(iter(tensors.items()), tmp_path / "m.safetensors", (promise for promise in meta))
     assert set(load_file(tmp_path / "m.safetensors")) == {"a", "b"}
+
+
+@pytest.mark.parametrize("kind", ["tied", "expanded"])
+def test_a_small_file_does_not_fill_the_disk(tmp_path, kind):
+    """A checkpoint that repeats a few bytes is opened, and not written without a bound."""
+    if kind == "tied":
+        shared = torch.zeros(1 << 16)
+        torch.save({str(index): shared for index in range(5000)}, tmp_path / "small.pt")
+    else:
+        torch.save({"0": torch.zeros(1).expand(1 << 40)}, tmp_path / "small.pt")
+    tensors = nvflare_lazy.open(tmp_path / "small.pt")
+    with pytest.raises(UnserializableTensorError, match="repeat"):
+        save(tensors, tmp_path / "out.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["small.pt"]
+    if kind == "tied":
+        save({name: tensors[name] for name in ("1", "7")}, tmp_path / "out.safetensors")
+        assert len(nvflare_lazy.open(tmp_path / "out.safetensors")) == 2

@@ -2,8 +2,7 @@
 """`PickleMachine`: executes the opcodes of a pickle of any protocol, and makes only plain data.
 
 The base of `_pickle`, which decides what names, calls and persistent ids mean. Each opcode is charged to the limit of
-memory before it is
-executed. The weights-only unpickler of torch reads protocol 2 only, and has no such limit.
+memory before it is executed. torch's weights-only unpickler reads protocol 2 only, and has no such limit.
 """
 
 from __future__ import annotations
