@@ -135,7 +135,9 @@ def _accept(client: str, stated: FLModel | DXO, expected: Expectation) -> Accept
     everything = _plain_dict(params, f"the result of {who}", any_names=expected.ignore_unknown)
     excluded = _excluded(everything, expected.exclude)
     values = {name: value for name, value in everything.items() if name not in excluded}
-    tensors = _accept_tensors(values, expected.reference, f"the result of {who}", expected)
+    tensors = _accept_tensors(
+        values, expected.reference, f"the result of {who}", expected, can_exclude=expected.controls is None
+    )
     plain_metrics, text_metrics, dropped_metrics = _accept_metrics(metrics)
     controls = None
     if expected.controls is not None:
@@ -147,7 +149,7 @@ def _accept(client: str, stated: FLModel | DXO, expected: Expectation) -> Accept
         changes = _plain_dict(meta[_CONTROL_DIFF], what)
         # Only parameters have control variates; values for counters are not used.
         changes = {name: change for name, change in changes.items() if not _is_counter(expected.controls.get(name))}
-        controls = _accept_tensors(changes, expected.controls, what, Expectation())
+        controls = _accept_tensors(changes, expected.controls, what, Expectation(), can_exclude=False)
     return AcceptedResult(
         client=client,
         kind=kind,
@@ -216,7 +218,7 @@ def _accept_steps(who: str, value: object) -> float:
 
 
 def _accept_tensors(
-    values: dict[str, Any], reference: Mapping[str, Any] | None, what: str, expected: Expectation
+    values: dict[str, Any], reference: Mapping[str, Any] | None, what: str, expected: Expectation, *, can_exclude: bool
 ) -> dict[str, TensorEntry]:
     failure = failure_of(values)
     if failure is not None:
@@ -230,9 +232,10 @@ def _accept_tensors(
     if reference is not None:
         unexpected = [name for name in values if name not in reference]
         if unexpected:
+            # SCAFFOLD has no such option.
+            hint = f"; if this is intended, set exclude_vars, for example to {_example(unexpected[0])}"
             raise ResultMismatchError(
-                f"{what} does not match the global model, which has no {listed(unexpected)}; "
-                f"if this is intended, set exclude_vars, for example to {_example(unexpected[0])}"
+                f"{what} cannot be used: the global model has no {listed(unexpected)}{hint if can_exclude else ''}"
             )
     entries = {}
     for name, value in values.items():
@@ -249,7 +252,7 @@ def _accept_tensors(
     right = specs if reference is None else _expected_specs(specs, reference, expected)
     mismatch = find_mismatch(specs, right)
     if mismatch is not None:
-        raise ResultMismatchError(f"{what} does not match the global model: {mismatch}")
+        raise ResultMismatchError(f"{what} cannot be used: {mismatch}")
     return entries
 
 
