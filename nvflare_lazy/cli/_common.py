@@ -86,11 +86,13 @@ max_shard_size_option = click.option(
 
 def _like_directory(context: click.Context, parameter: click.Parameter, value: str | None) -> ModelDirectory | None:
     """Click callback: open a Hugging Face directory."""
+    if value is None:
+        return None
     from nvflare_lazy.errors import ModelDirectoryError
     from nvflare_lazy.formats.hugging_face import ModelDirectory
 
     try:
-        return None if value is None else ModelDirectory(value)
+        return ModelDirectory(value)
     except ModelDirectoryError as error:
         raise click.BadParameter(str(error)) from None
 

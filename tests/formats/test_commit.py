@@ -20,7 +20,7 @@ import torch
 
 import nvflare_lazy
 from nvflare_lazy.errors import DiskFullError, SaveError
-from nvflare_lazy.formats import save
+from nvflare_lazy.formats import StreamingWriter, TensorMeta, save
 from nvflare_lazy.formats.atomic_file import AtomicFile
 from tests.formats.killed_saves import AFTER, BEFORE
 
@@ -280,10 +280,13 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert files(tmp_path / "elsewhere") == ["real"]
 
 
-def test_directories_that_are_not_there(tmp_path: Path) -> None:
-    """A directory has to exist; the error says which."""
-    with pytest.raises(FileNotFoundError, match="missing"):
-        save(TENSORS, tmp_path / "missing" / "m")
+def test_directories_that_are_missing(tmp_path: Path) -> None:
+    """A missing directory is created, and removed if the save fails."""
+    save(TENSORS, tmp_path / "new" / "directory" / "m")
+    assert files(tmp_path / "new" / "directory") == ["m"]
+    with pytest.raises(SaveError), StreamingWriter(tmp_path / "failed" / "m", [TensorMeta("a", "F32", (2,))]):
+        pass
+    assert files(tmp_path) == ["new"]
 
 
 def test_atomic_file_by_itself(tmp_path: Path, file_system) -> None:

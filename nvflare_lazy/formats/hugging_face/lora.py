@@ -152,8 +152,10 @@ class _Update:
         rank, alpha = (
             _of_module(config, *names, module) for names in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
         )
-        if rank != a.shape[0]:
-            raise ModelDirectoryError(f"{where}: the LoRA of {quoted(module)} has rank {a.shape[0]}, expected {rank}")
+        if not isinstance(alpha, (int, float)) or rank != a.shape[0]:
+            raise ModelDirectoryError(
+                f"{where}: the LoRA of {quoted(module)} has rank {a.shape[0]}, expected {rank}, with alpha {alpha}"
+            )
         scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
         magnitude = tensors.get("lora_magnitude_vector")
         if bool(config.get("use_dora")) != (magnitude is not None):
@@ -211,9 +213,12 @@ def _load(entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
 def _of_module(config: Mapping[str, Any], name: str, patterns: str, module: str) -> Any:
     """Return a setting of one module, as PEFT finds it."""
     for pattern, value in (config.get(patterns) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return config[name]
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        except re.error as error:
+            raise ModelDirectoryError(f"{patterns} has an invalid expression {quoted(pattern)}: {error}") from None
+    return config.get(name)
 
 
 class _ComputedSource(ByteSource):

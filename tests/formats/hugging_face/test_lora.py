@@ -68,6 +68,8 @@ def test_memory(tmp_path):
         ({}, {"use_qalora": True}, "uses use_qalora; merge it with PEFT's"),
         ({}, {"init_lora_weights": "pissa"}, "uses init_lora_weights='pissa'"),
         ({}, {"r": 3}, "has rank 2, expected 3"),
+        ({}, {"lora_alpha": None}, "with alpha None"),
+        ({}, {"rank_pattern": {"(": 2}}, r"rank_pattern has an invalid expression '\('"),
         ({}, {"use_dora": True}, "use_dora of the configuration does not match"),
         ({f"{LAYER}.lora_B.weight": torch.ones(4, 3)}, {}, "no LoRA of two matrices"),
         ({f"{LAYER}.lora_B.weight": torch.ones(9, 2)}, {}, r"has shape \[9, 5\], the weight has shape \[4, 5\]"),

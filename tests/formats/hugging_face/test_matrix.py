@@ -32,10 +32,12 @@ def test_libraries(tmp_path, transformers):
         pins = [line for line in pins if not UNPINNED.match(line)]
     (tmp_path / "constraints.txt").write_text("\n".join(pins))
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "-c", tmp_path / "constraints.txt"]
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
     subprocess.run([*pip, transformers, "accelerate", "peft"], check=True)
     subprocess.run(
         [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow", LIBRARIES],
         check=True,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
     )
