@@ -20,6 +20,7 @@ from integration_tests.expected import next_global, start, ulps
 from nvflare_lazy.flare.checkpoint_store import CheckpointStore
 from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, MODEL_NAME
 from nvflare_lazy.flare.round_log import FILE_NAME
+from nvflare_lazy.scratch.directory_lease import LEASE_NAME
 from tests.scratch.conftest import small_disk as small_disk
 from tests.scratch.conftest import wait_until_empty
 
@@ -86,7 +87,9 @@ def test_a_killed_server_goes_on_after_its_last_round(run_job: JobRunner, tmp_pa
     run_job(job_in(checkpoints, rounds=30), may_fail=True, during=Killer(1.0, checkpoints / MODEL_NAME))
     done = check(checkpoints)
     assert done is not None
+    assert (checkpoints / LEASE_NAME).exists()
     result = run_job(job_in(checkpoints, rounds=done + 2))
+    assert not (checkpoints / LEASE_NAME).exists()
     assert f"Resuming after round {done}; 1 rounds remaining." in result.server_log
     assert check(checkpoints) == done + 1
     assert not left_in(checkpoints / ".incoming")
