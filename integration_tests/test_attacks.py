@@ -168,24 +168,54 @@ def forged_lines(result: RunResult) -> list[str]:
     return [text for text in forged if any(character in text for character in "\n\r\x1b\u202e\u2028")]
 
 
-OPEN = "open: acceptance of results (accept), quoting (engine)"
+# The first job has all attacks; these are those that meet other code in the other jobs.
+SCAFFOLD = [
+    *(name for name, attack in ATTACKS.items() if attack.jobs == ("scaffold",)),
+    "differences_before_all_others",
+    "an_exception_with_forged_lines",
+    "arrays_of_text_only",
+    "half_the_precision",
+    "a_huge_number_of_steps",
+    "metrics_of_8_bits",
+]
+LEVEL_1 = [
+    "differences_before_all_others",
+    "an_unknown_kind",
+    "values_said_to_be_encrypted",
+    "text_after_good_tensors",
+    "an_array_of_text",
+    "another_shape",
+    "complex_numbers",
+    "half_the_precision",
+    "a_number_for_a_name",
+    "steps_in_words",
+    "a_huge_number_of_steps",
+    "metrics_of_8_bits",
+    "a_round_that_is_far_away",
+    "a_return_code_with_forged_lines",
+]
 
 
 @pytest.mark.parametrize(
-    "workflow",
+    ("workflow", "attacks"),
     [
-        pytest.param("fedavg", marks=[pytest.mark.slow, pytest.mark.xfail(strict=True, reason=OPEN)]),
-        pytest.param("sag", marks=pytest.mark.xfail(strict=True, reason=OPEN)),
-        pytest.param("scaffold", marks=pytest.mark.xfail(strict=True, reason=OPEN)),
-        pytest.param("level-1", marks=pytest.mark.xfail(strict=True, reason=OPEN)),
-        pytest.param("level-1-numpy", marks=[pytest.mark.slow, pytest.mark.xfail(strict=True, reason=OPEN)]),
+        pytest.param("sag", attacks_of("sag"), id="sag"),
+        pytest.param("scaffold", SCAFFOLD, id="scaffold"),
+        pytest.param("level-1", LEVEL_1, id="level-1"),
+        *(
+            pytest.param(name, attacks_of(name), id=f"all-{name}", marks=pytest.mark.slow)
+            for name in attacking_site.JOBS
+            if name != "sag"
+        ),
     ],
 )
-def test_a_client_that_attacks_costs_only_its_own_results(run_job: JobRunner, tmp_path: Path, workflow: str):
+def test_a_client_that_attacks_costs_only_its_own_results(
+    run_job: JobRunner, tmp_path: Path, workflow: str, attacks: list[str]
+):
     """In each round, the model is the honest clients' mean to the bit, and the log says why the attacker is skipped."""
     notes = tmp_path / "notes"
     notes.mkdir()
-    job = AttackedJob.of(workflow, attacks_of(workflow))
+    job = AttackedJob.of(workflow, attacks)
     # The rarer the samples of memory, which are not used here, the faster the job.
     result = run_job(job, environment={"ATTACK_NOTES": str(notes)}, may_fail=True, interval=5.0)
     assert failures(result, notes) == {}
