@@ -117,7 +117,8 @@ class Aggregation:
 
         Args:
             contributions: For each contributor, tensors or arrays by name, lazy or not.
-            out: The file to write, or a directory for `model.safetensors`. A missing directory is created.
+            out: The file to write, or a directory for `model.safetensors`. A directory that does not exist, such
+                as "newdir/", is created.
             weights: Weights by contributor; only their ratios count. Default: equal weights.
             reference: The global model. If it is passed, contributions must have its names and shapes.
             metadata: Text to store in the result, in addition to its provenance.

@@ -107,7 +107,7 @@ like_option = click.option(
 
 
 def resolve_output(path: str, option: str, *, force: bool, like: ModelDirectory | None = None) -> str:
-    """Return the path of the checkpoint to write: a file, or the weights in a directory, which need not exist yet.
+    """Return the path of the checkpoint to write: a file, or a directory that does not exist yet.
 
     Fails if it exists, or if a file of `like` does, unless `force` permits to replace it. `option` is the argument's
     name for messages.
@@ -118,10 +118,10 @@ def resolve_output(path: str, option: str, *, force: bool, like: ModelDirectory 
     if not path.endswith(SUFFIX) and not os.path.isdir(path):
         if path.endswith((*OTHER_SUFFIXES, ".json")) or os.path.exists(path):
             raise click.UsageError(f"{option} must be a directory or end in .safetensors, got {path!r}.")
-        path = os.path.join(path, "")
+        return os.path.join(path, "")
     path = checkpoint_path(path, like)
     directory = os.path.dirname(path)
-    if force or not os.path.exists(directory or "."):
+    if force:
         return path
     names = os.listdir(directory or ".")
     shards = {name for name in names if (shard := parse_shard_name(name)) and shard.stem == shard_stem(path)}
@@ -143,7 +143,7 @@ def save_and_print(
     max_shard_size: int | None,
     like: ModelDirectory | None,
 ) -> None:
-    """Save tensors to the file `target` with a progress bar, and print the path and their number and size."""
+    """Save tensors to `target` with a progress bar, and print the path and their number and size."""
     import nvflare_lazy
     from nvflare_lazy.formats.save_checkpoint import tensor_meta
 

@@ -132,6 +132,7 @@ def aggregate(
     import nvflare_lazy
     from nvflare_lazy.aggregation import Aggregation
     from nvflare_lazy.formats.safetensors.shards import index_path
+    from nvflare_lazy.formats.safetensors.writer import checkpoint_path
 
     try:
         aggregation = Aggregation(
@@ -159,7 +160,7 @@ def aggregate(
             progress=_progress_bars(bars),
         )
     report = result.report
-    real = os.path.realpath(target)
+    real = os.path.realpath(checkpoint_path(target, like))
     saved = Path(real if os.path.exists(real) else index_path(real))
     click.echo(
         f"{printable(display_path(saved, target))}: {rule} of {len(report.contributors)}, "

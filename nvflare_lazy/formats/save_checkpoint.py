@@ -64,7 +64,7 @@ def save(
 
     Args:
         tensors: Tensors or arrays by name, lazy or ordinary.
-        path: The file, or a directory, such as "newdir/", for a file `model.safetensors`. A missing directory is
+        path: The file, or a directory for `model.safetensors`. A directory that does not exist, such as "newdir/", is
             created.
         metadata: Text to store with them, in addition to `format: pt`, which transformers and accelerate require.
             A given `format` is kept. Default: the metadata of a `LazyTensorDict`.

@@ -123,7 +123,7 @@ def test_extras_are_left_out_aloud(cli, training):
     assert err == "Skipped, not tensors: optimizer, epoch\n"
 
 
-@pytest.mark.parametrize("target", ["out", "out/", "new/out", "new/out/model.safetensors"])
+@pytest.mark.parametrize("target", ["out", "out/", "new/out", "out/model.safetensors"])
 def test_into_a_directory(cli, model, tensors, target):
     """A directory gets the file that others look for in one, and is created if it is missing."""
     os.mkdir("out")
@@ -196,6 +196,7 @@ def test_a_dangling_link_is_there(cli, model):
     [
         ("out.bin", 2, "OUTPUT must be a directory or end in .safetensors, got 'out.bin'."),
         ("out.safetensors.index.json", 2, "OUTPUT must be a directory or end in .safetensors"),
+        ("no/out.safetensors", 1, "no: No such file or directory"),
         ("in.safetensors/out.safetensors", 1, "in.safetensors: Not a directory"),
     ],
 )

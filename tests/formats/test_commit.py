@@ -281,11 +281,13 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
 
 
 def test_directories_that_are_missing(tmp_path: Path) -> None:
-    """A missing directory is created, and removed if the save fails."""
-    save(TENSORS, tmp_path / "new" / "directory" / "m")
-    assert files(tmp_path / "new" / "directory") == ["m"]
-    with pytest.raises(SaveError), StreamingWriter(tmp_path / "failed" / "m", [TensorMeta("a", "F32", (2,))]):
+    """A missing directory is created, and removed if the save fails; the directory of a file has to exist."""
+    save(TENSORS, f"{tmp_path}/new/directory/")
+    assert files(tmp_path / "new" / "directory") == ["model.safetensors"]
+    with pytest.raises(SaveError), StreamingWriter(f"{tmp_path}/failed/m/", [TensorMeta("a", "F32", (2,))]):
         pass
+    with pytest.raises(FileNotFoundError, match="missing"):
+        save(TENSORS, tmp_path / "missing" / "m")
     assert files(tmp_path) == ["new"]
 
 

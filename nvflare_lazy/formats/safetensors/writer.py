@@ -59,7 +59,8 @@ class StreamingWriter:
     Args:
         path: Where it will appear. A sharded checkpoint's files are named after it: `model.safetensors` becomes
             `model-00001-of-00002.safetensors` and so on, and `model.safetensors.index.json`. In a directory, the
-            name is `model.safetensors`. A missing directory is created. A path that ends with a slash is a directory.
+            name is `model.safetensors`. A path that ends with a slash is a directory, which is created
+            if it is missing. The directory of a file must exist.
         state_dict_meta: The tensors that will be written, all of them, in any order.
         metadata: Text to store with them, in addition to `FORMAT`, which does not replace a given `format`.
         max_shard_size: Split what is larger into files of at most so many bytes of tensors each.
@@ -85,7 +86,8 @@ class StreamingWriter:
         fsync: bool = True,
     ) -> None:
         self._like = None if like is None else ModelDirectory.of(like)
-        self.path = os.path.realpath(checkpoint_path(path, self._like))
+        file = checkpoint_path(path, self._like)
+        self.path = os.path.realpath(file)
         #: The text in the header of each file.
         self.metadata = {**FORMAT, **(metadata or {})}
         self._fsync = fsync
@@ -95,7 +97,7 @@ class StreamingWriter:
         self._tiles = threading.local()
         self._failure: Exception | None = None
         self._committed = False
-        self._made_directories = _make_directories(os.path.dirname(self.path))
+        self._made_directories = [] if file == os.fspath(path) else _make_directories(os.path.dirname(self.path))
         with ExitStack() as undo:
             undo.callback(self.abort)
             for shard in _shards(self.path, state_dict_meta, max_shard_size):
