@@ -27,7 +27,7 @@ READS_THE_CLOCK = {
     "scratch/_reclaim.py: _remove_unfinished_leases": "a process whose unfinished lease is removed makes another one",
     "transport/_receiver_progress.py: __init__": "the time of the last request, for NVFlare",
     "transport/_receiver_progress.py: _counts": "the time of the last request, for NVFlare",
-    "transport/receive.py: bytes_received": "the time of an event, for NVFlare",
+    "transport/receive.py: received": "the time of an event, for NVFlare",
 }
 
 
@@ -97,8 +97,8 @@ def test_progress_of_a_download(jump, monkeypatch):
     events = []
     relay = ProgressRelay(lambda **event: events.append(event["bytes_done"]))
     for nbytes in (1, 2, 3):
-        relay.bytes_received(nbytes)
-        relay.bytes_received(nbytes + 100)
+        relay.received(nbytes)
+        relay.received(nbytes + 100)
         now[0] += 100.0
         jump()
     assert events == [1, 2, 3]

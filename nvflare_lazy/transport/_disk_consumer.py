@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy.errors import TransferAbortedError
 from nvflare_lazy.tensors.tensor_file import TemporaryPath, TensorFile
-from nvflare_lazy.transport import offload
+from nvflare_lazy.transport import _nvflare_private
 from nvflare_lazy.transport._received_files import AppendingShards, PreallocatedShards, ReceiveDirectory
 from nvflare_lazy.transport.receive import PayloadConsumer
 
@@ -82,6 +82,7 @@ class DiskConsumer(PayloadConsumer):
     Attributes:
         directory: The directory.
         owner: What removes it with the last reference; a directory that the caller made has an owner after `values()`.
+        workflow_roots: Directories of NVFlare's workflows; the download ends when NVFlare removes one of them.
     """
 
     def __init__(self, backend: ArrayBackend, place: ReceiveDirectory | str | os.PathLike[str]) -> None:
@@ -92,8 +93,8 @@ class DiskConsumer(PayloadConsumer):
         self._shards: AppendingShards | PreallocatedShards | None = None
         self._received: dict[str, Any] = {}
         self._cleaned = False
-        self._downloads = offload.runtime.downloads
-        self._downloads.add(self)
+        self.workflow_roots: set[str] = set()
+        _nvflare_private.add_disk_download(self)
 
     def consume_items(self, items: list[Any], result: Any) -> Any:
         """Write items in NVFlare's form.
@@ -144,7 +145,7 @@ class DiskConsumer(PayloadConsumer):
             if not self._cleaned:
                 self._finish_files()
                 self._cleaned = True
-        self._downloads.discard(self)
+        _nvflare_private.remove_disk_download(self)
 
     def values(self) -> dict[str, Any]:
         """Complete the files and return the lazy values by name; they own the directory.
@@ -171,28 +172,21 @@ class DiskConsumer(PayloadConsumer):
             self._cleaned = True
             shards, self._shards = self._shards, None
             self._received = {}
-        self._downloads.discard(self)
+        _nvflare_private.remove_disk_download(self)
         # First the directory: it rejects writes that are in progress.
         self.directory.release()
         if shards is not None:
             shards.close()
 
-    def is_under(self, root: str | os.PathLike[str]) -> bool:
-        """Whether the files are below a directory."""
+    def download_failed(self, ref_id: str, reason: str) -> None:
+        """Discard the part that has arrived; NVFlare's cleanup calls it during a download, with another reference."""
+        if self._remote is None or ref_id != self._remote.ref_id:
+            self.cancel(reason)
+        super().download_failed(ref_id, reason)
+
+    def is_under_root(self, root_dir: str | os.PathLike[str]) -> bool:
+        """Whether the download belongs to a workflow's directory: the files are below it, or would be in NVFlare."""
+        if os.fspath(root_dir) in self.workflow_roots:
+            return True
         path = getattr(self.directory, "path", None)
-        return path is not None and Path(root).resolve() in [Path(path).resolve(), *Path(path).resolve().parents]
-
-
-def cleanup_active_disk_tensor_downloads(
-    reason: str = "download aborted", root_dir: str | os.PathLike[str] | None = None
-) -> None:
-    """Cancel all downloads to disk of this process, and remove their directories.
-
-    Args:
-        reason: Why; becomes part of the error that they end with.
-        root_dir: Only those below this directory.
-    """
-    for consumer in offload.runtime.downloads.active():
-        if root_dir is None or consumer.is_under(root_dir):
-            consumer.cancel(reason)
-            consumer.download_failed("active_disk_tensor_download", reason)
+        return path is not None and Path(root_dir).resolve() in [Path(path).resolve(), *Path(path).resolve().parents]

@@ -18,6 +18,8 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nvflare.app_common.utils import tensor_disk_offload_context
+from nvflare.app_opt.pt import tensor_downloader
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.byte_streamer import TxTask
@@ -336,5 +338,31 @@ def offload_flag_in_process() -> bool:
 
     In the simulator NVFlare sets the flag on the cell `server`, and results arrive on `server.simulate_job`.
     """
-    cells = list(CoreCell.ALL_CELLS.values())
-    return any(cell.get_fobs_context().get(FOBSContextKey.TENSOR_DISK_OFFLOAD) for cell in cells)
+    return any(_of_all_cells(FOBSContextKey.TENSOR_DISK_OFFLOAD))
+
+
+def offload_roots(fobs_ctx: dict[str, Any]) -> set[str]:
+    """Return the directories in which NVFlare would write a payload: that of its message and those of all cells."""
+    key = tensor_disk_offload_context._TENSOR_DISK_OFFLOAD_ROOT_DIR
+    return {root for root in (fobs_ctx.get(key), *_of_all_cells(key)) if root}
+
+
+def _of_all_cells(key: str) -> list[Any]:
+    return [cell.get_fobs_context().get(key) for cell in list(CoreCell.ALL_CELLS.values())]
+
+
+def add_disk_download(consumer: Any) -> None:
+    """Let NVFlare end a download to disk when it ends those of its own, such as at the end of a workflow."""
+    with tensor_downloader._ACTIVE_DISK_TENSOR_CONSUMERS_LOCK:
+        tensor_downloader._ACTIVE_DISK_TENSOR_CONSUMERS.add(consumer)
+
+
+def remove_disk_download(consumer: Any) -> None:
+    """Undo `add_disk_download`: the download is over."""
+    with tensor_downloader._ACTIVE_DISK_TENSOR_CONSUMERS_LOCK:
+        tensor_downloader._ACTIVE_DISK_TENSOR_CONSUMERS.discard(consumer)
+
+
+def forget_disk_downloads() -> None:
+    """Forget all downloads to disk in a forked child, where no other thread exists: they are the parent's."""
+    tensor_downloader._ACTIVE_DISK_TENSOR_CONSUMERS.clear()

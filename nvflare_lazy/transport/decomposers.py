@@ -244,6 +244,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         if scratch is None:
             return None, receive(MemoryConsumer(self.backend), remote, progress_cb)
         consumer = DiskConsumer(self.backend, scratch.download(label=from_fqcn))
+        consumer.workflow_roots = _nvflare_private.offload_roots(fobs_ctx or {})
         receive(consumer, remote, progress_cb)
         return None, consumer.values()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nvflare.fuel.utils.fobs import FOBSContextKey
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nvflare_lazy.scratch import DownloadScratch
-    from nvflare_lazy.transport._disk_consumer import DiskConsumer
 
 T = TypeVar("T")
 
@@ -79,7 +77,6 @@ class TransferRuntime:
         default_scratch: The scratch that is used if none was configured.
         budget: Limits the segments in flight.
         throttle: Limits the whole tensors in flight.
-        downloads: The downloads to disk in progress.
         cleanup: The thread that removes NVFlare's notes of received streams.
         senders_with_package: Cells that have offered more than whole tensors; their first answers are small.
         by_thread: Has `initiated` in threads that have sent something that must be downloaded from this process.
@@ -89,7 +86,6 @@ class TransferRuntime:
     default_scratch: DefaultScratch
     budget: InflightBudget
     throttle: WholeTensorThrottle
-    downloads: ActiveDownloads
     cleanup: _nvflare_private.CleanupThread
     senders_with_package: set[str]
     by_thread: threading.local
@@ -109,7 +105,6 @@ class TransferRuntime:
         self.budget = InflightBudget(DEFAULT_BYTES if self._mode is None else self._mode.inflight_bytes)
         self.throttle = WholeTensorThrottle(self.budget, self.on_buffers_released)
         self._shared: dict[type, Any] = {}
-        self.downloads = ActiveDownloads()
         self.cleanup = _nvflare_private.CleanupThread()
         self.senders_with_package = set()
         self.by_thread = threading.local()
@@ -142,11 +137,18 @@ class TransferRuntime:
             return made
 
     def mode_for(self, fobs_ctx: dict[str, Any] | None) -> ReceiveMode:
-        """Return how to receive the payload of a message."""
-        if self._mode is not None:
-            return self._mode
-        on_disk = (fobs_ctx or {}).get(FOBSContextKey.TENSOR_DISK_OFFLOAD) or _nvflare_private.offload_flag_in_process()
-        return ReceiveMode(self.default_scratch if on_disk else None, DEFAULT_BYTES)
+        """Return how to receive the payload of a message, or one that NVFlare requests outside of a message."""
+        context = fobs_ctx or {}
+        flag = context.get(FOBSContextKey.TENSOR_DISK_OFFLOAD)
+        mode = self._mode
+        if mode is None:
+            on_disk = flag or _nvflare_private.offload_flag_in_process()
+            mode = ReceiveMode(self.default_scratch if on_disk else None, DEFAULT_BYTES)
+        # An explicit request for ordinary values: the code that follows writes to them. In the context of a message,
+        # False is only the value that an earlier workflow restored on the cell.
+        if flag is False and FOBSContextKey.MESSAGE not in context:
+            return mode._replace(scratch=None)
+        return mode
 
     @property
     def scratch(self) -> JobScratch | DefaultScratch:
@@ -160,31 +162,9 @@ class TransferRuntime:
         self.default_scratch.release()
 
 
-class ActiveDownloads:
-    """The downloads to disk that are in progress; they are not kept alive."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._consumers: weakref.WeakSet[DiskConsumer] = weakref.WeakSet()
-
-    def add(self, consumer: DiskConsumer) -> None:
-        """Note a download that starts."""
-        with self._lock:
-            self._consumers.add(consumer)
-
-    def discard(self, consumer: DiskConsumer) -> None:
-        """Note that a download ended."""
-        with self._lock:
-            self._consumers.discard(consumer)
-
-    def active(self) -> list[DiskConsumer]:
-        """Return the downloads in progress."""
-        with self._lock:
-            return list(self._consumers)
-
-
 runtime = TransferRuntime()
 os.register_at_fork(after_in_child=runtime.start_over)
+os.register_at_fork(after_in_child=_nvflare_private.forget_disk_downloads)
 
 
 def enable(scratch: JobScratch | None = None, *, inflight_bytes: int | None = None) -> None:

@@ -101,6 +101,7 @@ class PayloadConsumer(Consumer):
         failure: Why it failed, as an exception.
         result: What has been received.
         nbytes: How many bytes that was.
+        items: How many whole tensors; not counted in other ways of transport.
         way: How they were transferred, for the log.
         progress: Receives the progress, or None.
         tally: What the message has brought so far, within its limits.
@@ -116,6 +117,7 @@ class PayloadConsumer(Consumer):
         self.failure: BaseException | None = None
         self.result: Any = None
         self.nbytes = 0
+        self.items = 0
         self.way = ""
         self.progress: ProgressRelay | None = None
         self.tally = PayloadTally(PayloadLimits())
@@ -320,28 +322,29 @@ class ProgressRelay:
         self._callback = callback
         self._lock = threading.Lock()
         self._sequence = 0
-        self._bytes = 0
+        self._bytes = self._told_bytes = 0
+        self._items: int | None = None
         self._told = 0.0
         self._ref_id: Any = None
 
     def __call__(self, **event: Any) -> None:
-        """Pass an event of `download_object` on."""
+        """Pass an event of `download_object` on, with the totals: its own loop sees only the first reply."""
         self._ref_id = event.get("ref_id")
-        self._report({**event, "bytes_done": event.get("bytes_done", 0) + self._bytes})
+        self._report(event)
 
-    def bytes_received(self, nbytes: int) -> None:
-        """Report bytes that did not pass through NVFlare's own loop."""
-        if nbytes > self._bytes and time.monotonic() - self._told >= _PROGRESS_SECONDS:
-            self._bytes = nbytes
-            event = {"ref_id": self._ref_id, "bytes_done": nbytes, "items_done": None, "state": "active"}
-            self._report({**event, "timestamp": time.time()})
+    def received(self, nbytes: int, items: int | None = None) -> None:
+        """Set the totals, and report them if some time has passed; `items` is None while their number is unknown."""
+        self._bytes, self._items = nbytes, items
+        if nbytes > self._told_bytes and time.monotonic() - self._told >= _PROGRESS_SECONDS:
+            self._report({"ref_id": self._ref_id, "state": "active", "timestamp": time.time()})
 
     def _report(self, event: dict[str, Any]) -> None:
         with self._lock:
             self._sequence += 1
-            self._told = time.monotonic()
+            self._told, self._told_bytes = time.monotonic(), self._bytes
+            totals = {"bytes_done": self._bytes, "items_done": self._items, "sequence": self._sequence}
             try:
-                self._callback(**{**event, "sequence": self._sequence})
+                self._callback(**{**event, **totals})
             except Exception as error:
                 logger.warning("a progress callback failed: %s", error)
 

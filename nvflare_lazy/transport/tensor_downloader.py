@@ -9,11 +9,13 @@ from __future__ import annotations
 import tempfile
 from typing import TYPE_CHECKING, Any
 
+from nvflare.app_opt.pt.tensor_downloader import cleanup_active_disk_tensor_downloads
+
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.tensors.entry import entry_of
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport._backends import TORCH
-from nvflare_lazy.transport._disk_consumer import DiskConsumer, cleanup_active_disk_tensor_downloads
+from nvflare_lazy.transport._disk_consumer import DiskConsumer
 from nvflare_lazy.transport._downloadable import PayloadDownloadable
 from nvflare_lazy.transport._memory_consumer import MemoryConsumer
 from nvflare_lazy.transport.receive import RemotePayload, outcome, receive

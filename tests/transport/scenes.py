@@ -310,6 +310,35 @@ def materialize_by_nvflare(state: State) -> bool:
     return found and not contains_lazy_download_ref(state.payloads[-1])
 
 
+def change_in_place(state: State) -> None:
+    """Write to each number of the last payload, as a filter that adds noise does."""
+    for value in state.payloads[-1]["model"].values():
+        if value.dtype.kind == "f" if hasattr(value.dtype, "kind") else value.dtype.is_floating_point:
+            value += 1
+
+
+def offer_tensors(state: State, kind: str) -> str:
+    """Offer tensors for download, and return their reference."""
+    from nvflare.fuel.f3.streaming.obj_downloader import ObjectDownloader
+
+    if state.plugin:
+        from nvflare_lazy.transport.tensor_downloader import add_tensors
+    else:
+        from nvflare.app_opt.pt.tensor_downloader import add_tensors
+    downloader = state.kept["downloader"] = ObjectDownloader(num_receivers=1, cell=state.cell, timeout=60.0)
+    return add_tensors(downloader, tensors(kind))
+
+
+def download_with_progress(state: State, source: str, ref_id: str) -> dict[str, Any]:
+    """Download tensors and return the last event of their progress."""
+    from nvflare_lazy.transport.tensor_downloader import download_tensors
+
+    events: list[dict[str, Any]] = []
+    error, _ = download_tensors(source, ref_id, 60.0, state.cell, progress_cb=lambda **event: events.append(event))
+    assert error is None
+    return events[-1]
+
+
 def make_model(state: State, mib: int, count: int) -> None:
     import torch
 

@@ -108,8 +108,11 @@ def test_cleanup_of_a_root(tmp_path):
     consumers = [DiskTensorConsumer(mine), DiskTensorConsumer(other)]
     cleanup_active_disk_tensor_downloads("over", root_dir=tmp_path / "mine")
     assert [mine.exists(), other.exists()] == [False, True]
-    consumers[1].cleanup()
+    # In the job's scratch, and received while a workflow of NVFlare has a directory of its own.
+    consumers[1].workflow_roots = {"/tmp/nvflare_tensor_offload_job"}
+    cleanup_active_disk_tensor_downloads("over", root_dir="/tmp/nvflare_tensor_offload_job")
     assert not other.exists()
+    assert consumers[1].error == "the download from the sender failed: over"
 
 
 def test_last_tensor_frees_the_directory(tmp_path, no_gc):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+import safetensors.torch
 
 from tests.transport import scenes
 from tests.transport.peers import Net
@@ -56,3 +57,14 @@ def test_rare_types(net, to_disk):
 def test_to_stock(net, backend, kind):
     """A stock receiver gets the same values from a sender with the plugin."""
     assert exchange(net, "server", "site_2", backend, kind) == []
+
+
+@pytest.mark.parametrize("sender", ["site_1", "site_2"], ids=["plugin", "stock"])
+def test_progress(net, sender):
+    """The last event has the totals of the whole payload: in segments, and as whole tensors with their headers."""
+    tensors = scenes.tensors("ten")
+    reference = net[sender].call(scenes.offer_tensors, "ten")
+    last = net["server"].call(scenes.download_with_progress, net[sender].fqcn, reference)
+    assert (last["state"], last["items_done"]) == ("completed", len(tensors))
+    stock = [len(safetensors.torch.save({name: tensor})) for name, tensor in tensors.items()]
+    assert last["bytes_done"] == sum(stock if sender == "site_2" else (tensor.nbytes for tensor in tensors.values()))

@@ -8,10 +8,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from nvflare.app_opt.pt import tensor_downloader
+from nvflare.fuel.utils.fobs import FOBSContextKey
 
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.transport import offload
+from nvflare_lazy.transport.limits import PayloadLimits
 from nvflare_lazy.transport.offload import ReceiveMode, TransferRuntime
+from nvflare_lazy.transport.tensor_downloader import DiskTensorConsumer
 
 
 @pytest.fixture
@@ -68,6 +72,24 @@ def test_modes_nest():
     assert runtime.mode_for(None).scratch is None
 
 
+def test_explicit_request_for_memory(root):
+    """NVFlare's explicit request for ordinary values is honored, except where an earlier workflow only left the flag.
+
+    The limits on the payload stay.
+    """
+    runtime = TransferRuntime()
+    request = {FOBSContextKey.TENSOR_DISK_OFFLOAD: False}
+    limits = PayloadLimits(nbytes=7)
+    for mode in (None, ReceiveMode(runtime.default_scratch, 5 << 20, limits), ReceiveMode(None, 5 << 20)):
+        runtime.use(mode)
+        found = runtime.mode_for(request)
+        assert found.scratch is None
+        assert mode is None or found == mode._replace(scratch=None)
+        in_message = runtime.mode_for({**request, FOBSContextKey.MESSAGE: object()})
+        assert in_message.scratch is (None if mode is None else mode.scratch)
+    assert not root.exists()
+
+
 def test_switches_keep_the_limit():
     """`enable()` and `disable()` change it only if they are told to."""
     before = offload.runtime.use(None)
@@ -81,7 +103,7 @@ def test_switches_keep_the_limit():
         offload.runtime.use(before)
 
 
-def test_forked_child(root):
+def test_forked_child(root, tmp_path):
     """A child receives as its parent does, into its own scratch, and inherits no transfers and no locks."""
     runtime = offload.runtime
     parent_scratch = JobScratch.open(root, job="parent", warn=False)
@@ -90,6 +112,7 @@ def test_forked_child(root):
     slot = runtime.throttle.acquire(4 << 20)
     runtime.senders_with_package.add("site-1")
     runtime.on_buffers_released.append(lambda: os._exit(7))
+    download = DiskTensorConsumer(tmp_path)
     try:
         # As if other threads were in the middle of it.
         with runtime.budget._changed, runtime.throttle._changed, runtime.default_scratch._lock:
@@ -103,7 +126,7 @@ def test_forked_child(root):
                     and runtime.budget.acquire(4 << 20, holding=0)
                     and runtime.throttle.acquire_if_free(4 << 20) is not None
                     and not runtime.senders_with_package
-                    and not runtime.downloads.active()
+                    and not tensor_downloader._ACTIVE_DISK_TENSOR_CONSUMERS
                 )
                 runtime.release_scratch()
                 os._exit(0 if ok else 1)
@@ -119,6 +142,7 @@ def test_forked_child(root):
         runtime.throttle.release(slot)
         runtime.use(before)
         parent_scratch.release()
+        download.release()
 
 
 @pytest.mark.parametrize("known", [False, True])

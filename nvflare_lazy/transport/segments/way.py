@@ -74,11 +74,13 @@ def _fetch(offer: protocol.Offer, download: PayloadConsumer) -> None:
             )
         tally.add(remote.from_fqcn, manifest.size)
         sink = download.open_sink(manifest)
-    progress = None if download.progress is None else download.progress.bytes_received
+    progress = None if download.progress is None else download.progress.received
     SegmentDownload(
         remote, protocol.DATA, manifest.nbytes, sink.write, progress=progress, on_slow=sink.release_rest
     ).run()
     download.nbytes = manifest.nbytes
+    if progress is not None:
+        progress(manifest.nbytes, len(manifest.items))
 
 
 def _fetch_manifest(offer: protocol.Offer, download: PayloadConsumer) -> memoryview:
