@@ -410,8 +410,10 @@ class RoundResults:
         for name, values in reported.items():
             total = math.fsum(weight for _, weight in values)
             if total:
-                # Divided first: a sum of finite numbers may be infinite.
-                means[name] = math.fsum(value * (weight / total) for value, weight in values)
+                # Scaled by a power of two, which changes no bit: a sum of finite numbers may be infinite.
+                scaled = [(value, math.ldexp(weight, -math.frexp(total)[1])) for value, weight in values]
+                sum_of_weights = math.fsum(weight for _, weight in scaled)
+                means[name] = math.fsum(value * weight for value, weight in scaled) / sum_of_weights
         return means or None
 
     def clear(self) -> None:

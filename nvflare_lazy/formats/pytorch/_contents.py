@@ -23,7 +23,7 @@ from nvflare_lazy.tensors.strided_source import is_contiguous
 from nvflare_lazy.tensors.tensor_memory import extent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from nvflare_lazy.formats.pytorch.data_source import LazyDataSource
     from nvflare_lazy.tensors.byte_source import ByteSource
@@ -68,11 +68,14 @@ class CheckpointTree:
             content = {_ONLY_TENSOR_NAME: content}
         else:
             parts = children(content)
-            if parts is not None:
-                spend(_EXTRA_BYTES * len(content))  # type: ignore[arg-type]
-            content = {_ONLY_VALUE_KEY: content} if parts is None else dict(parts)
+            content = {_ONLY_VALUE_KEY: content} if parts is None else dict(self._counted(parts))
         rest = self._take_apart(content, "", 0)
         self.extras: dict[str, object] = _by_text(rest) if rest is not _NOTHING else {}
+
+    def _counted(self, parts: Iterable[tuple[object, object]]) -> Iterator[tuple[object, object]]:
+        for part in parts:
+            self._spend(_EXTRA_BYTES)
+            yield part
 
     def _take_apart(self, container: object, prefix: str, depth: int) -> Any:
         """Collect the tensors of a container; return what else is in it, or `_NOTHING`."""
