@@ -86,8 +86,10 @@ def components():
     """The classes whose objects log by a logger that NVFlare names after them."""
     for name in MODULES:
         for value in vars(importlib.import_module(name)).values():
-            if isinstance(value, type) and value.__module__ == name and issubclass(value, (FLComponent, Decomposer)):
-                yield f"{name}.{value.__qualname__}"
+            if isinstance(value, type) and issubclass(value, (FLComponent, Decomposer)):
+                own_name = getattr(value, "implementation", f"{value.__module__}.{value.__qualname__}")
+                if own_name.startswith(f"{name}."):
+                    yield own_name
 
 
 def test_every_logger_is_printable(logged):

@@ -191,6 +191,7 @@ _TORCH_TYPES: dict[str, torch.dtype] = {
 
 TORCH = TorchBackend()
 NUMPY = NumpyBackend()
+BACKENDS: dict[str, ArrayBackend] = {backend.name: backend for backend in (TORCH, NUMPY)}
 
 
 def _file_identity(source: ByteSource, *rest: object) -> object:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nvflare.app_common.utils import tensor_disk_offload_context
 from nvflare.app_opt.pt import tensor_downloader
@@ -38,6 +38,8 @@ from nvflare_lazy._text import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+_Class = TypeVar("_Class")
 
 logger = get_logger(__name__)
 
@@ -86,6 +88,35 @@ def replace_decomposer(decomposer: Any) -> Any:
     for dot in decomposer.supported_dots() or ():
         registry._dot_handlers[dot] = decomposer
     return before
+
+
+def named_in_files_as(stock: type[Any]) -> Callable[[type[_Class]], type[_Class]]:
+    """Class decorator: give a decomposer the name of NVFlare's own, which FOBS writes into each message and file.
+
+    A process without this package loads the decomposer of that name, if NVFlare has it among its builtin ones. The
+    attribute `implementation` keeps the class's own name, which its logger has.
+    """
+
+    def rename(decomposer: type[_Class]) -> type[_Class]:
+        own_name = registry.get_class_name(decomposer)
+        get_logger(own_name)  # printable
+        decomposer.implementation = own_name  # type: ignore[attr-defined]
+        decomposer.__module__, decomposer.__qualname__ = stock.__module__, stock.__qualname__
+        decomposer.__name__ = stock.__name__
+        return decomposer
+
+    return rename
+
+
+def implementation_of(decomposer: Any) -> str:
+    """Return the class that a decomposer is an object of, by its own name."""
+    name: str = getattr(decomposer, "implementation", None) or registry.get_class_name(type(decomposer))
+    return name
+
+
+def is_stock(decomposer: Any) -> bool:
+    """Whether a decomposer is NVFlare's own."""
+    return implementation_of(decomposer).startswith("nvflare.")
 
 
 def new_items_context() -> Any:

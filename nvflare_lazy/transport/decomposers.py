@@ -18,6 +18,8 @@ import numpy as np
 import safetensors.torch
 import torch
 from nvflare.apis.fl_constant import ConfigVarName
+from nvflare.app_common.decomposers.numpy_decomposers import NumpyArrayDecomposer
+from nvflare.app_opt.pt.decomposers import TensorDecomposer
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.utils import app_config_utils
@@ -25,7 +27,7 @@ from nvflare.fuel.utils.fobs import FOBSContextKey, dots
 from nvflare.fuel.utils.fobs.datum import Datum, DatumType
 from nvflare.fuel.utils.fobs.decomposers.via_downloader import ViaDownloaderDecomposer
 
-from nvflare_lazy._text import logs_printably, quoted
+from nvflare_lazy._text import get_logger, quoted
 from nvflare_lazy.errors import ProtocolError
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
@@ -67,6 +69,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
 
     def __init__(self, backend: ArrayBackend, dot: int, config_prefix: str) -> None:
         super().__init__(_TWO_MB, config_prefix)
+        self.logger = get_logger(_nvflare_private.implementation_of(self))
         self.backend = backend
         self._dot = dot
 
@@ -249,7 +252,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         return None, consumer.values()
 
 
-@logs_printably
+@_nvflare_private.named_in_files_as(TensorDecomposer)
 class LazyTensorDecomposer(LazyDecomposer):
     """`torch.Tensor`, instead of NVFlare's `TensorDecomposer`."""
 
@@ -272,7 +275,7 @@ class LazyTensorDecomposer(LazyDecomposer):
         return tensor
 
 
-@logs_printably
+@_nvflare_private.named_in_files_as(NumpyArrayDecomposer)
 class LazyArrayDecomposer(LazyDecomposer):
     """`np.ndarray`, instead of NVFlare's `NumpyArrayDecomposer`."""
 

@@ -69,12 +69,15 @@ class Registration:
 _KINDS: tuple[type[Decomposer], ...] = (LazyTensorDecomposer, LazyArrayDecomposer, LazyDownloadRefDecomposer)
 
 
-def register() -> Registration:
+def register(replace: bool = True) -> Registration:
     """Make NVFlare of this process send and receive tensors and arrays through this package.
 
     Other handlers may be registered already; a second call changes nothing. `offload` decides where payloads are
     received. Call it before messages are sent: components do it in their constructors, `nvflare_lazy.install()` does it
     for everything else.
+
+    Args:
+        replace: Whether to replace your own handlers, with a warning, as NVFlare's own always are. Default: True.
 
     Returns:
         The handlers now, and the ones that were replaced.
@@ -86,8 +89,8 @@ def register() -> Registration:
     _nvflare_private.release_sent_messages()
     _nvflare_private.use_single_cleanup_thread(lambda: offload.runtime.cleanup)
     before = registered()
-    registration = Registration(tuple(_put(kind) for kind in _KINDS))
-    if not before.complete:
+    registration = Registration(tuple(_put(kind, replace) for kind in _KINDS))
+    if registration != before:
         logger.info("tensors are handled lazily: %s", registration)
     return registration
 
@@ -97,12 +100,19 @@ def registered() -> Registration:
     return Registration(tuple(_find_handler(kind()) for kind in _KINDS))
 
 
-def _put(kind: type[Decomposer]) -> Handler:
+def _put(kind: type[Decomposer], replace: bool) -> Handler:
     found = _find_handler(kind())
-    if found.ours:
+    custom = _nvflare_private.registered_for(found.type_name)
+    is_custom = custom is not None and not found.ours and not _nvflare_private.is_stock(custom)
+    if found.ours or (is_custom and not replace):
         return found
     replaced = _nvflare_private.replace_decomposer(kind())
     after = _find_handler(kind())
+    if is_custom:
+        logger.warning(
+            "Replaced your own decomposer for %s, %s; to keep it, call nvflare_lazy.install(replace=False)",
+            *(found.type_name, found.in_place),
+        )
     return Handler(after.type_name, after.dot, after.in_place, after.ours, _name(replaced))
 
 
@@ -115,10 +125,10 @@ def _find_handler(wanted: Any) -> Handler:
 
 
 def _name(decomposer: Any) -> str | None:
-    return None if decomposer is None else get_class_name(type(decomposer))
+    return None if decomposer is None else _nvflare_private.implementation_of(decomposer)
 
 
-def install() -> Registration:
+def install(replace: bool = True) -> Registration:
     """Make NVFlare of this process send tensors and arrays in segments, and receive them on disk.
 
     Received values are lazy: `model.load_state_dict(received.params)` reads one tensor after the other. Other handlers
@@ -127,6 +137,9 @@ def install() -> Registration:
     Scratch is in `NVFLARE_LAZY_SCRATCH`, or where a `TensorOffload` of this process has it. For another place,
     `offload.enable(JobScratch.open(...))` goes after it; to receive into memory, `offload.disable()`.
 
+    Args:
+        replace: Whether to replace your own decomposers for tensors and arrays, with a warning. Default: True.
+
     Returns:
         The handlers now, and the ones that were replaced.
 
@@ -134,7 +147,7 @@ def install() -> Registration:
         >>> print(nvflare_lazy.install())
         torch.Tensor by nvflare_lazy.transport.decomposers.LazyTensorDecomposer; ...
     """
-    registration = register()
+    registration = register(replace)
     offload.enable()
     # Job processes of NVFlare end without what Python does at exit. NVFlare refuses a function that it has already.
     with contextlib.suppress(RuntimeError):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from nvflare.fuel.utils import fobs
 
-from nvflare_lazy._text import logs_printably
 from nvflare_lazy.errors import TransferError
-from nvflare_lazy.transport import offload
+from nvflare_lazy.transport import _nvflare_private, offload
+from nvflare_lazy.transport._backends import BACKENDS
 from nvflare_lazy.transport._nvflare_private import stock_via_downloader
 from nvflare_lazy.transport.segments.remote_source import open_remote
 
@@ -89,6 +89,11 @@ class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
         """Read the tensor from where it is, and nothing else; see `lazy`."""
         return self.lazy(cell, timeout=timeout, abort_signal=abort_signal).materialize()
 
+    def __reduce__(self) -> Any:
+        # NVFlare's slots, and what is known of the tensor; a cell belongs to its process: pass one to `lazy()`.
+        state = self.dtype, self.shape, self.secure, None if self._backend is None else self._backend.name
+        return _unpickle_ref, (self.fqcn, self.ref_id, self.item_id, self.dot, *state)
+
     def __copy__(self) -> LazyDownloadRef:
         return self
 
@@ -99,7 +104,16 @@ class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
         return f"LazyDownloadRef({self.item_id} of {self.ref_id} at {self.fqcn})"
 
 
-@logs_printably
+def _unpickle_ref(
+    fqcn: str, ref_id: str, item_id: str, dot: int, dtype: Any, shape: Any, secure: bool, backend: str | None
+) -> LazyDownloadRef:
+    ref = LazyDownloadRef(fqcn, ref_id, item_id, dot)
+    ref.dtype, ref.shape, ref.secure = dtype, shape, secure
+    ref._backend = None if backend is None else BACKENDS[backend]
+    return ref
+
+
+@_nvflare_private.named_in_files_as(stock_via_downloader.LazyDownloadRefDecomposer)
 class LazyDownloadRefDecomposer(stock_via_downloader.LazyDownloadRefDecomposer):
     """Sends references on; each says itself to which payload it belongs, so that a message may mix them."""
 
@@ -107,15 +121,15 @@ class LazyDownloadRefDecomposer(stock_via_downloader.LazyDownloadRefDecomposer):
         """Return NVFlare's reference type: ours is sent under its name."""
         return stock_via_downloader.LazyDownloadRef  # type: ignore[no-any-return]
 
-    def decompose(self, target: Any, manager: Any = None) -> dict[str, Any]:
+    def decompose(self, lazy: Any, manager: Any = None) -> dict[str, Any]:
         """Encode a reference."""
-        handler = fobs.get_dot_handler(target.dot)
+        handler = fobs.get_dot_handler(lazy.dot)
         if handler is None:
             raise TransferError(
-                f"a reference of kind {target.dot} cannot be sent on: nothing is registered for that kind here; "
+                f"a reference of kind {lazy.dot} cannot be sent on: nothing is registered for that kind here; "
                 "call nvflare_lazy.install() first"
             )
-        return {**handler.decompose(target, manager), "lazy_dot": target.dot}
+        return {**handler.decompose(lazy, manager), "lazy_dot": lazy.dot}
 
 
 def clear_download_initiated() -> None:

@@ -46,8 +46,8 @@ def test_before_stock():
         fobs.loads(fobs.dumps({"a": 1}))
 
         assert registered().complete, registered()
-        assert type(fobs.get_dot_handler(6)).__name__ == "LazyTensorDecomposer"
-        assert type(fobs.get_dot_handler(3)).__name__ == "LazyArrayDecomposer"
+        assert fobs.get_dot_handler(6).implementation.endswith("LazyTensorDecomposer")
+        assert fobs.get_dot_handler(3).implementation.endswith("LazyArrayDecomposer")
         assert not complaints, complaints
     """)
 
@@ -85,27 +85,73 @@ def test_after_stock():
     """)
 
 
-def test_without_a_cell():
-    """Without a cell tensors are encoded by themselves, lazy ones as well, and stock NVFlare can read them."""
+def test_your_own_decomposer():
+    """It is replaced with a warning that names it; `install(replace=False)` leaves it and replaces NVFlare's own."""
     run("""
-        import numpy as np, torch
-        from nvflare_lazy.transport.registration import register
+        import logging, torch
+        from nvflare.fuel.utils import fobs
+        from nvflare.app_opt.pt.decomposers import TensorDecomposer
+        from nvflare.app_common.decomposers import numpy_decomposers
+        class YourDecomposer(TensorDecomposer):
+            pass
+        fobs.register(YourDecomposer)
+        numpy_decomposers.register()
+        warnings = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: warnings.append(record.getMessage())
+        logging.getLogger().addHandler(handler)
+
+        import nvflare_lazy
+        kept = nvflare_lazy.install(replace=False)
+        assert [handler.ours for handler in kept.handlers] == [False, True, True]
+        assert kept.handlers[0].in_place == "__main__.YourDecomposer"
+        assert type(fobs.get_dot_handler(6)) is YourDecomposer
+        assert not warnings
+        assert nvflare_lazy.install().complete
+        assert nvflare_lazy.install(replace=False).complete
+        (warning,) = warnings
+        assert "torch.Tensor, __main__.YourDecomposer" in warning and "install(replace=False)" in warning
+    """)
+
+
+def test_files(tmp_path):
+    """Without a cell tensors are encoded by themselves, lazy ones as well, and stock NVFlare can read them.
+
+    It finds its own decomposers by the names in a file: that of arrays without any registration, as always.
+    """
+    run(
+        """
+        import os, numpy as np, torch
+        from nvflare.apis.dxo import DXO, DataKind, from_file
+        from nvflare.apis.utils.decomposers import flare_decomposers
+        from nvflare.app_common.abstract.fl_model import FLModel
+        from nvflare.app_common.decomposers import common_decomposers
+        from nvflare.app_opt.pt.decomposers import TensorDecomposer
+        from nvflare.fuel.utils import fobs
         from nvflare_lazy.tensors.lazy_array import LazyArray
         from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-        from nvflare.fuel.utils import fobs
+        from nvflare_lazy.transport.registration import register, registered
         register()
+        flare_decomposers.register(); common_decomposers.register()
         tensor = torch.arange(6.0).reshape(2, 3)
         lazy = LazyTensor.from_tensor(tensor)
-        encoded = fobs.dumps({"a": tensor, "b": lazy.T, "c": LazyArray.from_lazy_tensor(lazy), "d": np.arange(3)})
+        dxo, model = os.environ["DXO"], os.environ["MODEL"]
+        DXO(DataKind.WEIGHTS, data={"c": LazyArray.from_lazy_tensor(lazy), "d": np.arange(3)}).to_file(dxo)
+        fobs.dumpf(FLModel(params={"a": tensor, "b": lazy.T}), model)
+
         fobs.reset()
-        from nvflare.app_opt.pt.decomposers import TensorDecomposer
-        from nvflare.app_common.decomposers.numpy_decomposers import NumpyArrayDecomposer
-        fobs.register(TensorDecomposer)
-        fobs.register(NumpyArrayDecomposer)
-        got = fobs.loads(encoded)
-        assert torch.equal(got["a"], tensor) and torch.equal(got["b"], tensor.T)
+        flare_decomposers.register(); common_decomposers.register()
+        got = from_file(dxo).data
         assert np.array_equal(got["c"], tensor.numpy()) and np.array_equal(got["d"], np.arange(3))
-    """)
+        fobs.register(TensorDecomposer)
+        got = fobs.loadf(model).params
+        assert torch.equal(got["a"], tensor) and torch.equal(got["b"], tensor.T)
+        assert not any(handler.ours for handler in registered().handlers)
+        assert b"nvflare_lazy" not in open(dxo, "rb").read() + open(model, "rb").read()
+        """,
+        DXO=tmp_path / "dxo",
+        MODEL=tmp_path / "model",
+    )
 
 
 def test_flag_on_another_cell(tmp_path):
