@@ -133,3 +133,12 @@ def changes(value: object) -> bool:
         return not value
     is_ours = type(value).__module__.startswith("nvflare_lazy.") and bool(getattr(value, "__dict__", None))
     return is_ours and not isinstance(value, (tuple, click.Command)) and not is_dataclass(value)
+
+
+def test_no_cached_properties():
+    """`functools.cached_property` makes a `__dict__`, which Python 3.11 may make twice if threads share the object.
+
+    Two dictionaries then have the same memory, and the process crashes later, in the garbage collector.
+    """
+    files = (ROOT / "nvflare_lazy").rglob("*.py")
+    assert not [path for path in files if "import cached_property" in path.read_text()]

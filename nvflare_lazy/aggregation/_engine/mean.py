@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,7 +43,7 @@ _ROW = 512
 _MAX_AT_ONCE = 1 << 14
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Weights:
     """The weights of a mean, in the form with the smallest rounding errors.
 
@@ -57,12 +56,28 @@ class Weights:
         total: The divisor of the sum.
         whole: Whether factors and total are small integers.
         exact_total: The total without rounding.
+        terms: Indices and factors of the values whose weight is not zero.
+        is_power_of_two: Whether division by the total is exact.
+        reciprocal: The factor that replaces division by the total, if it gives the same halfway points, else None.
     """
 
     factors: tuple[float, ...]
     total: float
     whole: bool
     exact_total: Fraction
+    terms: list[tuple[int, float]] = field(init=False)
+    is_power_of_two: bool = field(init=False)
+    reciprocal: float | None = field(init=False)
+    # Threads share the weights of a round. `cached_property` would have Python 3.11 make a `__dict__` when two of them
+    # first read an attribute, and make it twice, with the same memory, if the garbage collector runs meanwhile.
+    _other_forms: dict[str, Weights] = field(init=False, default_factory=dict)
+    _fused: dict[torch.dtype, list[bool]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.terms = [(index, factor) for index, factor in enumerate(self.factors) if factor]
+        self.is_power_of_two = math.frexp(self.total)[0] == 0.5
+        multiplies = self.is_power_of_two or _divides_by_multiplying(self.total)
+        self.reciprocal = 1.0 / self.total if multiplies else None
 
     @classmethod
     def of(cls, weights: Sequence[float], *, of_zero: float = 0.0) -> Weights:
@@ -88,17 +103,7 @@ class Weights:
         total = sum(exact, start=Fraction(0))
         return cls(tuple(map(float, exact[:-1])), float(total), whole, total)
 
-    @cached_property
-    def terms(self) -> list[tuple[int, float]]:
-        """Indices and factors of the values whose weight is not zero."""
-        return [(index, factor) for index, factor in enumerate(self.factors) if factor]
-
-    @cached_property
-    def is_power_of_two(self) -> bool:
-        """Whether division by the total is exact."""
-        return math.frexp(self.total)[0] == 0.5
-
-    @cached_property
+    @property
     def guarded(self) -> Weights:
         """The same ratios, for sums whose quotients must not be mistaken for halfway points.
 
@@ -106,12 +111,27 @@ class Weights:
         and without these bits its quotient cannot be so close to a halfway point that float64 rounds it to one. The
         guard is chosen so that quotients that are halfway points are also correct by multiplication.
         """
-        return self._times(range(9, 64, 2))
+        return self._form("guarded", lambda: self._times(range(9, 64, 2)))
 
-    @cached_property
+    @property
     def quick(self) -> Weights:
         """The same ratios, with a total by which division takes a third of the time, if there is one."""
-        return self._times(range(1, 64, 2))
+        return self._form("quick", lambda: self._times(range(1, 64, 2)))
+
+    @property
+    def below_one(self) -> Weights:
+        """The same ratios with a total of less than 1/4, so that no sum of finite values is infinite."""
+        return self._form("below one", lambda: self._scaled(2.0 ** -(math.frexp(self.total)[1] + 2)))
+
+    def _form(self, name: str, make: Callable[[], Weights]) -> Weights:
+        form = self._other_forms.get(name)
+        if form is None:
+            form = self._other_forms[name] = make()
+        return form
+
+    def _scaled(self, scale: float) -> Weights:
+        factors = tuple(scale * factor for factor in self.factors)
+        return Weights(factors, scale * self.total, whole=False, exact_total=Fraction(scale) * self.exact_total)
 
     def _times(self, guards: range) -> Weights:
         """Return multiples of the weights for which multiplying by the reciprocal is correct, if there are any."""
@@ -121,26 +141,6 @@ class Weights:
         return Weights(
             tuple(guard * factor for factor in self.factors), guard * self.total, True, guard * self.exact_total
         )
-
-    @cached_property
-    def below_one(self) -> Weights:
-        """The same ratios with a total of less than 1/4, so that no sum of finite values is infinite."""
-        scale = 2.0 ** -(math.frexp(self.total)[1] + 2)
-        return Weights(
-            tuple(scale * factor for factor in self.factors),
-            scale * self.total,
-            whole=False,
-            exact_total=Fraction(scale) * self.exact_total,
-        )
-
-    @cached_property
-    def reciprocal(self) -> float | None:
-        """The factor that replaces division by the total, if it gives the same halfway points, else None."""
-        return 1.0 / self.total if self.is_power_of_two or _divides_by_multiplying(self.total) else None
-
-    @cached_property
-    def _fused(self) -> dict[torch.dtype, list[bool]]:
-        return {}
 
     def fused(self, dtype: torch.dtype) -> list[bool]:
         """Return for each term whether its products with values of a dtype are exact."""

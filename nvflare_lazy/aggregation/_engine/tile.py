@@ -7,8 +7,7 @@ The engine passes tiles to the reduction of a rule, which reads their elements i
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
@@ -36,7 +35,7 @@ class ContributionError(Exception):  # never reaches a caller: the engine contin
         self.error = error
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TensorGroup:
     """Tensors of one type that the same contributors have, as one long vector.
 
@@ -49,6 +48,7 @@ class TensorGroup:
         contributors: The names of these contributors.
         inputs: The vectors of these contributors.
         reference: The vector of the global model, if the rule uses it.
+        ends: The end of each tensor in the vector.
     """
 
     index: int
@@ -59,6 +59,10 @@ class TensorGroup:
     contributors: tuple[str, ...]
     inputs: tuple[InputVector, ...]
     reference: InputVector | None = None
+    ends: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ends = [*accumulate(self.sizes)]
 
     def borrow(self, until: ExitStack) -> None:
         """Borrow the descriptors of the files until the end of a block.
@@ -73,11 +77,6 @@ class TensorGroup:
                 raise ContributionError(contributor, error) from error
         if self.reference is not None:
             until.enter_context(self.reference)
-
-    @cached_property
-    def ends(self) -> list[int]:
-        """The end of each tensor in the vector."""
-        return [*accumulate(self.sizes)]
 
     @property
     def numel(self) -> int:
