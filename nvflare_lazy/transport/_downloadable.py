@@ -74,6 +74,8 @@ class PayloadDownloadable(Downloadable):
         start = 0
         if state:
             start = _count(state.get(_nvflare_private.START, 0)) + _count(state.get(_nvflare_private.COUNT, 0))
+            for way in ways.WAYS:
+                way.continued(state, requester, self._runtime)
         self._note_request(requester, start if state else -1)
         if not state and self._ref_id is not None and self._cell is not None:
             # No items, and more keys in the state: a receiver without this package returns both and starts at item 0.

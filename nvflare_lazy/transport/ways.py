@@ -49,6 +49,9 @@ class Way(Protocol):
             The state in which NVFlare's own loop continues, or None if this way is blocked and the next one is tried.
         """
 
+    def continued(self, state: dict[str, Any], receiver: str, runtime: TransferRuntime) -> None:
+        """Take what the state of a receiver's request says, such as the one that `receive` returned there."""
+
 
 #: If none is offered, or all are blocked, the payload travels in NVFlare's items, which need no offer.
 WAYS: tuple[Way, ...] = (Segments(),)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import struct
 import time
 from typing import Any
 
@@ -26,6 +25,7 @@ class SilentReceiver:
 
     def __init__(self, port: int, name: str, receive_buffer: int | None = None) -> None:
         self.name = name
+        self._receipts: list[bytes] = []
         self._socket = socket.socket()
         if receive_buffer is not None:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -37,7 +37,8 @@ class SilentReceiver:
 
     def request(self, ref_id: str, start: int, count: int, **changes: Any) -> None:
         """Request a range of a payload of the server; `changes` are other headers of the message."""
-        fields = protocol.Request("a" * 32, ref_id, protocol.DATA, start, count).to_headers()
+        receipts, self._receipts = tuple(self._receipts), []
+        fields = protocol.Request("a" * 32, ref_id, protocol.DATA, start, count, None, receipts).to_headers()
         headers = {
             MessageHeaderKey.CHANNEL: protocol.CHANNEL,
             MessageHeaderKey.TOPIC: protocol.REQUEST_TOPIC,
@@ -67,10 +68,13 @@ class SilentReceiver:
         }
         self._send(Types.DATA, 1, msgpack.packb(headers), data)
 
-    def read_frame(self) -> bytes:
-        """Read one frame after all."""
-        (length,) = struct.unpack(">I", self._read(4))
-        return self._read(length - 4)
+    def read_frame(self) -> None:
+        """Read one frame after all; the next request returns its receipt."""
+        frame = self._read(PREFIX_LEN)
+        prefix = Prefix.from_bytes(frame)
+        headers = self._read(prefix.length - PREFIX_LEN)[: prefix.header_len]
+        fields = msgpack.unpackb(headers).get(protocol.KEY, {}) if headers else {}
+        self._receipts += [fields["receipt"]] if "receipt" in fields else []
 
     def close(self) -> None:
         self._socket.close()
@@ -163,6 +167,15 @@ def bytes_sent(state: State, ref_id: str) -> int:
     from nvflare.fuel.f3.streaming.download_service import DownloadService
 
     return DownloadService._ref_table[ref_id].tx.get_total_bytes()
+
+
+def unproven(state: State, receiver: str) -> int:
+    """How many bytes this process has sent to a site without proof that they were read."""
+    from nvflare_lazy.transport import offload
+    from nvflare_lazy.transport.segments.server import SegmentServer
+
+    site = offload.runtime.shared(SegmentServer)._unproven._sites.get(receiver)
+    return 0 if site is None else site.nbytes
 
 
 def is_offered(state: State, ref_id: str) -> bool:

@@ -297,9 +297,8 @@ def drop_answers(state: State, every: int) -> None:
     answer = state.kept.setdefault("answer", SegmentServer._answer)
     counter = iter(range(1, 1 << 30))
 
-    def forgetful(self: SegmentServer, job: Any) -> None:
-        if next(counter) % every:
-            answer(self, job)
+    def forgetful(self: SegmentServer, job: Any) -> bool:
+        return not next(counter) % every or answer(self, job)
 
     SegmentServer._answer = forgetful if every else answer
 

@@ -51,7 +51,7 @@ def listen(state: State) -> None:
 
 
 def heard(state: State, secret: bytes) -> dict[str, int]:
-    """How many frames of segments came, how many were readable on the way, and how often the secret was in any."""
+    """How many frames of segments came, how many were readable, how often the secret was in any; how many receipts."""
     import msgpack
     from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
     from nvflare.fuel.f3.sfm.prefix import PREFIX_LEN, Prefix
@@ -59,6 +59,7 @@ def heard(state: State, secret: bytes) -> dict[str, int]:
     from nvflare_lazy.transport.segments import protocol
 
     counted = {"segments": 0, "in the clear": 0, "secrets": 0}
+    receipts = set()
     for frame in state.kept["heard"]:
         counted["secrets"] += secret in frame
         prefix = Prefix.from_bytes(frame)
@@ -68,8 +69,9 @@ def heard(state: State, secret: bytes) -> dict[str, int]:
         if headers.get(MessageHeaderKey.TOPIC) == protocol.DATA_TOPIC:
             counted["segments"] += 1
             counted["in the clear"] += not headers.get(MessageHeaderKey.ENCRYPTED, False)
+            receipts.add(headers[protocol.KEY]["receipt"])
     state.kept["heard"].clear()
-    return counted
+    return counted | {"receipts": len(receipts)}
 
 
 def secret_model(state: State, secret: bytes) -> None:

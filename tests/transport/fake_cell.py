@@ -103,8 +103,8 @@ class _FakeCore:
         self.sender = Sender()
         self._callbacks: dict[str, Callable[[Message], None]] = {}
 
-    def register_request_cb(self, channel: str, topic: str, cb: Callable[[Message], None], *_: Any) -> None:
-        self._callbacks[topic] = cb
+    def register_request_cb(self, channel: str, topic: str, cb: Callable[..., None], *args: Any) -> None:
+        self._callbacks[topic] = lambda message: cb(message, *args)
 
     def fire_and_forget(self, channel: str, topic: str, target: str, message: Message, **_: Any) -> dict[str, Any]:
         def take(headers: Any, payload: Any, origin: Any = SENDER) -> None:

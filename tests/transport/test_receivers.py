@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -12,6 +14,7 @@ from tests.transport.bad_receivers import SilentReceiver
 from tests.transport.peers import Net
 
 MIB = 1 << 20
+NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +29,7 @@ def receive(net, mib):
     outcome = net["site_1"].call(bad_senders.receive, "server", ref_id)
     assert outcome["error"] is None, outcome
     assert outcome["sum"] == 0
+    assert net["server"].call(bad_receivers.unproven, "site-1") == 0
     return outcome["seconds"]
 
 
@@ -35,7 +39,7 @@ def silent(net):
     connected = []
 
     def connect(count, **kwargs):
-        connected.extend(SilentReceiver(net.port, f"silent-{len(connected)}", **kwargs) for _ in range(count))
+        connected.extend(SilentReceiver(net.port, f"silent-{next(NUMBERS)}", **kwargs) for _ in range(count))
         return connected
 
     yield connect
@@ -77,8 +81,42 @@ def test_drivers_that_queue(tmp_path, scheme):
         assert net["server"].call(scenes.grown) <= 64 * MIB
 
 
+@contextmanager
+def watch(net, *names):
+    """Sum up by how much the memory of some peers grows, into the last entry of the list."""
+    grown = []
+    for name in names:
+        net[name].call(scenes.watch)
+    yield grown
+    grown.append(sum(net[name].call(scenes.grown) for name in names))
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "http", pytest.param("grpc", marks=pytest.mark.slow)])
+def test_behind_another_process(tmp_path, scheme):
+    """A receiver that stops reading holds little of a process between it and the sender; others go on through that."""
+    with Net(str(tmp_path / "scratch"), scheme=scheme, server=True, site_1=True, site_2=True, site_3=True) as net:
+
+        def honest(name):
+            outcome = net[name].call(bad_senders.receive, "site-1", net["site_1"].call(bad_receivers.offer_lazily, 64))
+            assert outcome["error"] is None, outcome
+
+        with watch(net, "server", "site_1") as ordinary:
+            honest("site_3")
+        ref_id = net["site_1"].call(bad_receivers.offer_lazily, 1000)
+        net["site_2"].call(bad_receivers.stop_after_requests)
+        with watch(net, "server", "site_1") as attacked:
+            net["site_2"].start(bad_senders.receive, "site-1", ref_id)
+            seen, deadline = [-1, 0], time.monotonic() + 60
+            while (not seen[-1] or seen[-1] != seen[-2]) and time.monotonic() < deadline:
+                time.sleep(0.5)
+                seen.append(net["site_1"].call(bad_receivers.bytes_sent, ref_id))
+            honest("site_3")
+        assert attacked[0] <= ordinary[0] + 64 * MIB
+
+
 def test_payload_is_not_pinned(net, silent):
     """Requests that bring no expected receiver forward do not keep a payload; a slow download does."""
+    (receiver,) = silent(1)
     offered = {
         name: net["server"].call(bad_receivers.offer_lazily, 64, timeout=3.0, receiver_ids=receivers)
         for name, receivers in {
@@ -86,10 +124,9 @@ def test_payload_is_not_pinned(net, silent):
             "the same": None,
             "unexpected": ["site-1"],
             "first requests": None,
-            "slow": ["silent-0"],
+            "slow": [receiver.name],
         }.items()
     }
-    (receiver,) = silent(1)
     net["site_1"].start(bad_receivers.ask_in_vain, offered["first requests"])
     here, number, deadline = set(offered), 0, time.monotonic() + 50
     while here != {"slow"} and number < 60 and time.monotonic() < deadline:
@@ -106,7 +143,7 @@ def test_payload_is_not_pinned(net, silent):
     assert net["site_1"].result() < 600
 
 
-@pytest.mark.parametrize(("origin", "number"), [("silent-0", "1" * 32), ("site-1", "0" * 32)])
+@pytest.mark.parametrize(("origin", "number"), [("another", "1" * 32), ("site-1", "0" * 32)])
 def test_forged_data(net, silent, origin, number):
     """Data for a download is taken only with the name of its sender and the download's number."""
     net["server"].call(bad_receivers.use_number, "1" * 32)

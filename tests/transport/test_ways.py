@@ -24,6 +24,10 @@ class Served(dict):
     """What all transfers of a process share."""
 
 
+class Ended(list):
+    """What receivers said at the end."""
+
+
 class WithinTheProcess:
     """A third way: both ends are one process, so that the receiver reads the sender's payload itself."""
 
@@ -50,7 +54,10 @@ class WithinTheProcess:
         payload = download.remote.runtime.shared(Served)[download.remote.ref_id]
         sink = download.open_sink(payload.manifest)
         sink.write(0, memoryview(payload.read(0, payload.manifest.nbytes)))
-        return {"start": offer, "count": 0}
+        return {"start": offer, "count": 0, "within_the_process": "done"}
+
+    def continued(self, state, receiver, runtime):
+        runtime.shared(Ended).append((receiver, state.get("within_the_process")))
 
 
 class Cell:
@@ -94,6 +101,7 @@ def test_a_third_way(monkeypatch, place):
     assert list(consumer.result) == list(VALUES)
     assert all(torch.equal(consumer.result[name], value) for name, value in VALUES.items())
     assert runtime.shared(Served) == {}
+    assert runtime.shared(Ended) == [("b", "done")]
     assert runtime.senders_with_package == {"a"}
 
 

@@ -19,6 +19,7 @@ from nvflare.fuel.f3.message import Message
 
 from nvflare_lazy.errors import PeerLostError, ProtocolError, SegmentTimeoutError
 from nvflare_lazy.transport.segments import protocol
+from nvflare_lazy.transport.segments._receipts import ReceiptsToReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,9 +60,10 @@ _PROGRESS_SECONDS = 30.0
 
 
 class Inbox:
-    """The downloads of this process by number, for incoming data."""
+    """The downloads of this process by number, for incoming data; and the receipts of all data, also of late ones."""
 
     def __init__(self) -> None:
+        self.receipts = ReceiptsToReturn()
         self._lock = threading.Lock()
         self._downloads: dict[str, SegmentDownload] = {}
         self._cells: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -75,7 +77,7 @@ class Inbox:
             if core in self._cells:
                 return number
             self._cells.add(core)
-        core.register_request_cb(protocol.CHANNEL, protocol.DATA_TOPIC, self._take)
+        core.register_request_cb(protocol.CHANNEL, protocol.DATA_TOPIC, self._take, core.my_info.fqcn)
         return number
 
     def close(self, number: str) -> None:
@@ -83,11 +85,16 @@ class Inbox:
         with self._lock:
             self._downloads.pop(number, None)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: Message, cell: str) -> None:
         data = protocol.Data.from_message(message)
-        download = None if data is None else self._downloads.get(data.transfer)
-        if data is not None and download is not None:
-            download.on_data(message.get_header(MessageHeaderKey.ORIGIN), data, message.payload)
+        if data is None:
+            return
+        origin = message.get_header(MessageHeaderKey.ORIGIN)
+        if data.receipt is not None:
+            self.receipts.add(cell, origin, data.receipt)
+        download = self._downloads.get(data.transfer)
+        if download is not None:
+            download.on_data(origin, data, message.payload)
 
 
 class RunningClock:
@@ -232,7 +239,10 @@ class SegmentDownload:
 
     def _request(self, offset: int, count: int) -> None:
         remote = self.remote
-        request = protocol.Request(self._number, remote.ref_id, self._what, self._start + offset, count, self._item)
+        receipts = remote.runtime.shared(Inbox).receipts.take(remote.cell.core_cell.my_info.fqcn, remote.from_fqcn)
+        request = protocol.Request(
+            self._number, remote.ref_id, self._what, self._start + offset, count, self._item, receipts
+        )
         self._clock.tick()
         errors = remote.cell.core_cell.fire_and_forget(
             protocol.CHANNEL,

@@ -21,6 +21,7 @@ from nvflare_lazy._text import get_logger
 from nvflare_lazy.errors import NVFlareLazyError, ProtocolError
 from nvflare_lazy.transport import _nvflare_private
 from nvflare_lazy.transport.segments import protocol
+from nvflare_lazy.transport.segments._receipts import UnprovenData
 from nvflare_lazy.transport.segments._send_limits import PausedReceivers, Send, SendBudget
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class SegmentServer:
         self._waiting = 0
         self._threads = SenderPool(_MAX_THREADS, "nvflare_lazy_send")
         self._budget = SendBudget()
+        self._unproven = UnprovenData()
         self._paused = PausedReceivers()
 
     def offer(self, ref_id: str, payload: Payload) -> None:
@@ -71,6 +73,10 @@ class SegmentServer:
             self._cells.add(core)
         core.register_request_cb(protocol.CHANNEL, protocol.REQUEST_TOPIC, self._take, core)
 
+    def prove(self, receiver: str, receipts: tuple[bytes, ...]) -> None:
+        """Take the receipts that a receiver returns."""
+        self._unproven.prove(receiver, receipts)
+
     def _take(self, message: Message, core: Any) -> None:
         requester = message.get_header(MessageHeaderKey.ORIGIN)
         try:
@@ -78,6 +84,7 @@ class SegmentServer:
         except ProtocolError as error:
             logger.warning("ignored %s, from %s", error, requester)
             return
+        self.prove(requester, request.receipts)
         job = _Job(core, requester, bool(message.get_header(MessageHeaderKey.SECURE, False)), request)
         key = (id(core), requester)
         with self._lock:
@@ -104,55 +111,71 @@ class SegmentServer:
                     return
                 job = next(iter(queue.values()))
             send = Send(job.request.count, job.requester, _nvflare_private.connection_to(job.core, job.requester))
-            if not (
-                _nvflare_private.has_room(send.connection, _PATIENCE_SECONDS)
-                and self._budget.acquire(send, _PATIENCE_SECONDS)
-            ):
+            if not self._begin(job, send):
                 self._paused.call_when(
-                    key, partial(self._may_send, send), partial(self._threads.call, self._answer_next, key)
+                    key, partial(self._may_send, job, send), partial(self._threads.call, self._answer_next, key)
                 )
                 return
             with self._lock:
                 del queue[job.request]
                 self._waiting -= 1
                 crowded = len(self._queues) > _MAX_THREADS
+            sent = False
             try:
-                self._answer(job)
+                sent = self._answer(job)
                 _nvflare_private.hand_over(send.connection)
             except Exception:
                 logger.exception("cannot answer %s", job.requester)
             finally:
                 self._budget.release(send)
+                if not sent:
+                    self._unproven.discard(job.requester, job.receipt)
             del job
             if crowded:
                 self._threads.call(self._answer_next, key)
                 return
 
-    def _may_send(self, send: Send) -> bool:
-        return _nvflare_private.has_room(send.connection, 0) and self._budget.permits(send)
+    def _begin(self, job: _Job, send: Send) -> bool:
+        """Wait a little until a request may be answered; false if it may not."""
+        receipt = self._unproven.add(job.requester, job.request.transfer, job.request.count)
+        if receipt is None:
+            return False
+        job.receipt = receipt
+        if _nvflare_private.has_room(send.connection, _PATIENCE_SECONDS) and self._budget.acquire(
+            send, _PATIENCE_SECONDS
+        ):
+            return True
+        self._unproven.discard(job.requester, receipt)
+        return False
 
-    def _answer(self, job: _Job) -> None:
+    def _may_send(self, job: _Job, send: Send) -> bool:
+        return (
+            self._unproven.permits(job.requester, job.request.transfer, job.request.count)
+            and _nvflare_private.has_room(send.connection, 0)
+            and self._budget.permits(send)
+        )
+
+    def _answer(self, job: _Job) -> bool:
+        """Answer a request; return whether the answer was sent."""
         request = job.request
         with _nvflare_private.serving(request.ref_id) as ref:
             payload = None if ref is None else self._payloads.get(request.ref_id)
             if ref is None or payload is None:
-                job.refuse("payload already released: the transfer completed or timed out")
-                return
+                return job.refuse("payload already released: the transfer completed or timed out")
             try:
                 data = _read(payload, request)
             except NVFlareLazyError as error:
-                job.refuse(str(error))
-                return
+                return job.refuse(str(error))
             except Exception as error:
                 logger.exception("cannot read what %s asks for", job.requester)
-                job.refuse(f"{type(error).__name__}: {error}")
-                return
+                return job.refuse(f"{type(error).__name__}: {error}")
             if not job.send(data):
-                return
+                return False
             _nvflare_private.record_sent(ref, job.requester, len(data))
             patience = _nvflare_private.patience_for(request.ref_id, job.requester)
             if patience is not None and payload.progress.sent(job.requester, *_range_of(payload, request), patience):
                 _nvflare_private.record_activity(ref, job.requester)
+            return True
 
 
 def _range_of(payload: Payload, request: protocol.Request) -> tuple[int, int]:
@@ -176,18 +199,19 @@ def _read(payload: Payload, request: protocol.Request) -> bytearray | memoryview
 
 
 class _Job:
-    """One request, and the way back to its receiver."""
+    """One request, and the way back to its receiver; with the receipt of its answer, once that is to be sent."""
 
-    __slots__ = ("core", "request", "requester", "secure")
+    __slots__ = ("core", "receipt", "request", "requester", "secure")
 
     def __init__(self, core: Any, requester: str, secure: bool, request: protocol.Request) -> None:
         self.core = core
         self.requester = requester
         self.secure = secure
         self.request = request
+        self.receipt = b""
 
     def send(self, data: bytearray | memoryview | None, error: str | None = None) -> bool:
-        headers = protocol.Data(self.request.transfer, self.request.start, error).to_headers()
+        headers = protocol.Data(self.request.transfer, self.request.start, error, self.receipt).to_headers()
         errors = self.core.fire_and_forget(
             protocol.CHANNEL,
             protocol.DATA_TOPIC,
@@ -198,9 +222,9 @@ class _Job:
         )
         return not errors.get(self.requester)
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: str) -> bool:
         logger.info("refused a request of %s: %s", self.requester, reason)
-        self.send(None, reason)
+        return self.send(None, reason)
 
 
 # Longer than the pauses between two segments of a transfer, and short enough that a process at rest has none.

@@ -11,7 +11,7 @@ from nvflare_lazy.transport import _nvflare_private
 from nvflare_lazy.transport.limits import PayloadSize
 from nvflare_lazy.transport.segments import manifest as manifests
 from nvflare_lazy.transport.segments import protocol
-from nvflare_lazy.transport.segments.client import FIRST_NEWS_SECONDS, SegmentDownload
+from nvflare_lazy.transport.segments.client import FIRST_NEWS_SECONDS, Inbox, SegmentDownload
 from nvflare_lazy.transport.segments.server import SegmentServer
 
 if TYPE_CHECKING:
@@ -56,7 +56,14 @@ class Segments:
             # Its text, since a handler may keep records, and the error refers to the download.
             logger.warning("%s; falling back to whole-tensor transfer", str(error))
             return None
-        return {_nvflare_private.START: offer.items, _nvflare_private.COUNT: 0}
+        remote = download.remote
+        receipts = remote.runtime.shared(Inbox).receipts.take(remote.cell.core_cell.my_info.fqcn, remote.from_fqcn)
+        end = {_nvflare_private.START: offer.items, _nvflare_private.COUNT: 0}
+        return {**end, protocol.KEY: protocol.receipts_to_fields(receipts)}
+
+    def continued(self, state: dict[str, Any], receiver: str, runtime: TransferRuntime) -> None:
+        """Take the receipts of the last segments."""
+        runtime.shared(SegmentServer).prove(receiver, protocol.receipts_from_fields(state.get(protocol.KEY)))
 
 
 def _fetch(offer: protocol.Offer, download: PayloadConsumer) -> None:
