@@ -24,6 +24,7 @@ from nvflare_lazy.aggregation import ParamsType as ParamsKind
 from nvflare_lazy.aggregation.schema import find_mismatch, listed, specs_of
 from nvflare_lazy.errors import ResultMismatchError, UnsupportedDtypeError, UnsupportedTensorError
 from nvflare_lazy.flare.job_context import kind_of_data
+from nvflare_lazy.flare.tensor_names import TensorNames, renamed
 from nvflare_lazy.flare.weights import holds_arrays, is_array, is_lazy, is_weight
 from nvflare_lazy.tensors.entry import TensorEntry, TensorSpec, entry_of, geometry_of
 from nvflare_lazy.transport.failed import failure_of
@@ -50,6 +51,7 @@ class Expectation:
         ignore_unknown: Whether tensors that the global model does not have are left to another aggregator.
         by_nvflare: Whether NVFlare's own aggregation computes the mean, in whose models integers become floating-point
             numbers.
+        names: Further names that clients use for the tensors of the global model.
     """
 
     reference: Mapping[str, Any] | None = None
@@ -58,6 +60,7 @@ class Expectation:
     controls: Mapping[str, Any] | None = None
     ignore_unknown: bool = False
     by_nvflare: bool = False
+    names: TensorNames | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class AcceptedResult:
         excluded: Names of the excluded tensors.
         numpy: Whether the client sent arrays.
         on_disk: Whether a tensor is lazy.
+        renamed: The names that the client used for tensors that have another name here, or None if they are dropped.
     """
 
     client: str
@@ -89,6 +93,7 @@ class AcceptedResult:
     excluded: frozenset[str]
     numpy: bool
     on_disk: bool
+    renamed: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def weight(self) -> float:
@@ -135,6 +140,13 @@ def _accept(client: str, stated: FLModel | DXO, expected: Expectation) -> Accept
     everything = _plain_dict(params, f"the result of {who}", any_names=expected.ignore_unknown)
     excluded = _excluded(everything, expected.exclude)
     values = {name: value for name, value in everything.items() if name not in excluded}
+    if expected.names is not None:
+        _check_received(values, f"the result of {who}")
+    values, names = _under_stored_names(values, expected.reference, expected.names)
+    if names:
+        # Under a name of the global model, another tensor may be excluded.
+        excluded |= (again := _excluded(values, expected.exclude))
+        values = {name: value for name, value in values.items() if name not in again}
     tensors = _accept_tensors(
         values, expected.reference, f"the result of {who}", expected, can_exclude=expected.controls is None
     )
@@ -148,6 +160,7 @@ def _accept(client: str, stated: FLModel | DXO, expected: Expectation) -> Accept
         what = f"the control variates of {who}"
         changes = _plain_dict(meta[_CONTROL_DIFF], what)
         # Only parameters have control variates; values for counters are not used.
+        changes, _ = _under_stored_names(changes, expected.controls, expected.names)
         changes = {name: change for name, change in changes.items() if not _is_counter(expected.controls.get(name))}
         controls = _accept_tensors(changes, expected.controls, what, Expectation(), can_exclude=False)
     return AcceptedResult(
@@ -162,6 +175,7 @@ def _accept(client: str, stated: FLModel | DXO, expected: Expectation) -> Accept
         excluded=excluded,
         numpy=any(map(is_array, values.values())),
         on_disk=any(map(is_lazy, values.values())),
+        renamed=names,
     )
 
 
@@ -220,9 +234,7 @@ def _accept_steps(who: str, value: object) -> float:
 def _accept_tensors(
     values: dict[str, Any], reference: Mapping[str, Any] | None, what: str, expected: Expectation, *, can_exclude: bool
 ) -> dict[str, TensorEntry]:
-    failure = failure_of(values)
-    if failure is not None:
-        raise ResultMismatchError(f"{what} could not be received: {failure}") from failure
+    _check_received(values, what)
     if expected.ignore_unknown:
         values = {name: value for name, value in values.items() if is_weight((reference or {}).get(name))}
     elif not values:
@@ -232,11 +244,16 @@ def _accept_tensors(
     if reference is not None:
         unexpected = [name for name in values if name not in reference]
         if unexpected:
-            # SCAFFOLD has no such option.
-            hint = f"; if this is intended, set exclude_vars, for example to {_example(unexpected[0])}"
-            raise ResultMismatchError(
-                f"{what} cannot be used: the global model has no {listed(unexpected)}{hint if can_exclude else ''}"
-            )
+            hint = ""
+            if len(unexpected) == len(values):
+                hint = (
+                    f"; it has {listed(list(reference))}; if these are the same tensors, clients must send these "
+                    "names: see server_key_prefix of nvflare.client.hf"
+                )
+            if can_exclude:
+                # SCAFFOLD has no such option.
+                hint += f"; if this is intended, set exclude_vars, for example to {_example(unexpected[0])}"
+            raise ResultMismatchError(f"{what} cannot be used: the global model has no {listed(unexpected)}{hint}")
     entries = {}
     for name, value in values.items():
         if not is_weight(value):
@@ -254,6 +271,22 @@ def _accept_tensors(
     if mismatch is not None:
         raise ResultMismatchError(f"{what} cannot be used: {mismatch}")
     return entries
+
+
+def _check_received(values: Mapping[str, Any], what: str) -> None:
+    failure = failure_of(values)
+    if failure is not None:
+        raise ResultMismatchError(f"{what} could not be received: {failure}") from failure
+
+
+def _under_stored_names(
+    values: dict[str, Any], model: Mapping[str, Any] | None, names: TensorNames | None
+) -> tuple[dict[str, Any], Mapping[str, str | None]]:
+    """Return values under names of the global model where they match, and what has changed."""
+    if names is None or model is None:
+        return values, {}
+    changed = names.stored(values, model)
+    return (renamed(values, changed), changed) if changed else (values, {})
 
 
 def _is_plain_number(value: object, reference: Mapping[str, Any] | None, name: str) -> bool:

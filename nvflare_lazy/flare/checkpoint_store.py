@@ -17,7 +17,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy._text import get_logger, quoted
 from nvflare_lazy.errors import JobCheckpointError
@@ -27,11 +27,16 @@ from nvflare_lazy.scratch import DirectoryLease
 from nvflare_lazy.tensors.entry import file_holding
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
+if TYPE_CHECKING:
+    from nvflare_lazy.formats.hugging_face import ModelDirectory
+
 logger = get_logger(__name__)
 
 RECORD_NAME = "checkpoint.json"
 _FORMAT = 1
 _ROUNDS = "rounds"
+#: The Hugging Face directory of the best model, in jobs that began with one.
+BEST = "best"
 _MAX_ROUND = 1 << 53
 _MAX_RECORD_BYTES = 64 << 20
 _ROUND_FILE = re.compile(r"round-(\d{5,})\.safetensors")
@@ -63,6 +68,8 @@ class CheckpointStore:
         self._rounds = directory / _ROUNDS
         self._keep_rounds = keep_rounds
         self._lease: DirectoryLease | None = None
+        self._initial: ModelDirectory | None = None
+        self._completed: set[Path] = set()
         for path in (directory, self._rounds):
             path.mkdir(parents=True, exist_ok=True)
         self.incoming.mkdir(mode=0o700, exist_ok=True)
@@ -86,6 +93,20 @@ class CheckpointStore:
             with contextlib.suppress(OSError):
                 path.unlink()
 
+    def begin_with(self, initial: ModelDirectory) -> None:
+        """Complete the checkpoints with the files next to the weights of a Hugging Face directory.
+
+        This directory, and `best` below it, then have the weights under the names that `from_pretrained` expects, too.
+
+        Raises:
+            JobCheckpointError: It is this directory, whose weights would be replaced.
+        """
+        if os.path.samefile(initial.path, self.directory) and self.latest() is None:
+            raise JobCheckpointError(
+                f"checkpoint_dir {self.directory} is the initial model, which would be replaced; use another directory"
+            )
+        self._initial = initial
+
     def save(
         self, weights: Mapping[str, Any], round_number: int | None = None, meta: Mapping[str, Any] | None = None
     ) -> Path:
@@ -97,6 +118,7 @@ class CheckpointStore:
         self._put(weights, path)
         if not _add_name(path, self.model_path):
             save(weights, self.model_path)
+        self._complete(weights, path, self.directory)
         self._record(Checkpoint(round_number, path, meta or {}))
         self._prune()
         return self.model_path
@@ -104,6 +126,7 @@ class CheckpointStore:
     def save_best(self, weights: Mapping[str, Any]) -> Path:
         """Save the best model so far."""
         self._put(weights, self.best_path)
+        self._complete(weights, self.best_path, self.directory / BEST)
         return self.best_path
 
     def latest(self) -> Checkpoint | None:
@@ -161,6 +184,18 @@ class CheckpointStore:
         else:
             # Aggregation does not wait for the disk; a checkpoint that counts does.
             _sync(path)
+
+    def _complete(self, weights: Mapping[str, Any], path: Path, directory: Path) -> None:
+        """Make a Hugging Face directory of a model that is saved."""
+        if self._initial is None:
+            return
+        if directory not in self._completed:
+            directory.mkdir(exist_ok=True)
+            self._initial.copy_companions(directory)
+            self._completed.add(directory)
+        name = directory / self._initial.weights_name
+        if name not in (self.model_path, self.best_path) and not _add_name(path, name):
+            save(weights, name)
 
     def _is_own(self, file: TensorFile) -> bool:
         """Whether a file is below this store: elsewhere others may change it."""

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,10 +22,11 @@ from nvflare_lazy.errors import InitialModelError, NVFlareLazyError, SectionErro
 from nvflare_lazy.flare.model_output import ModelOutput
 from nvflare_lazy.formats import open as open_checkpoint
 from nvflare_lazy.formats import open_safetensors
+from nvflare_lazy.formats.hugging_face import ModelDirectory
+from nvflare_lazy.formats.hugging_face.model_directory import ADAPTER_CONFIG_NAME, CONFIG_NAME
+from nvflare_lazy.formats.hugging_face.tied import tied_names
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.save_checkpoint import save
-
-if TYPE_CHECKING:
-    from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 
 logger = get_logger(__name__)
 
@@ -35,12 +36,20 @@ _STDERR_TAIL = 4000
 
 
 def from_checkpoint(path: Path) -> LazyTensorDict:
-    """Open a checkpoint: safetensors, sharded, or PyTorch, including the files of NVFlare's persistor.
+    """Open a checkpoint: safetensors, sharded, PyTorch, including the files of NVFlare's persistor, or Hugging Face's.
+
+    Of tied tensors in a Hugging Face directory, one remains.
 
     Raises:
         InitialModelError: The file is missing or is not a model.
     """
     try:
+        directory = hugging_face_directory(path)
+        if directory is not None:
+            tensors = directory.open()
+            tied = tied_in(directory, tensors)
+            kept = {name: entry for name, entry in tensors.entries.items() if name not in tied}
+            return LazyTensorDict.from_entries(kept, metadata=tensors.metadata)
         try:
             return open_checkpoint(path, section=NVFLARE_SECTION)
         except SectionError:
@@ -50,6 +59,19 @@ def from_checkpoint(path: Path) -> LazyTensorDict:
             f"cannot open the initial checkpoint {path}: {error}. "
             "source_ckpt_file_full_name must be a readable checkpoint on the server"
         ) from error
+
+
+def hugging_face_directory(path: Path) -> ModelDirectory | None:
+    """Return a Hugging Face directory with weights, or None if the path is something else."""
+    if not any((path / name).is_file() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME)):
+        return None
+    directory = ModelDirectory(path)
+    return directory if directory.has_weights() else None
+
+
+def tied_in(directory: ModelDirectory, tensors: LazyTensorDict) -> dict[str, str]:
+    """Return the further names of tied tensors of a directory; an adapter has none."""
+    return {} if directory.is_adapter else tied_names(directory.config(), tensors.entries)
 
 
 def from_class(class_path: str, args: Mapping[str, Any], directory: Path) -> LazyTensorDict:

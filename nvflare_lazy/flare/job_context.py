@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.aggregation import ParamsType
     from nvflare_lazy.flare.lazy_model_persistor import LazyModelPersistor
     from nvflare_lazy.flare.round_log import RoundLog
+    from nvflare_lazy.flare.tensor_names import TensorNames
     from nvflare_lazy.flare.tensor_offload import TensorOffload
 
 _PERSISTOR = "nvflare_lazy.persistor"
@@ -41,6 +42,12 @@ def persistor_of(fl_ctx: FLContext | None) -> LazyModelPersistor | None:
     """Return the job's persistor if it is ours."""
     found: LazyModelPersistor | None = fl_ctx.get_prop(_PERSISTOR) if fl_ctx else None
     return found
+
+
+def tensor_names(fl_ctx: FLContext | None) -> TensorNames | None:
+    """Return the names that clients use for the tensors of the job, if it began with a Hugging Face directory."""
+    persistor = persistor_of(fl_ctx)
+    return None if persistor is None else persistor.names
 
 
 def set_offload(fl_ctx: FLContext, offload: TensorOffload) -> None:

@@ -161,7 +161,12 @@ class LazyAggregator(ModelAggregator):
 
     def expected(self) -> Expectation:
         """Return the properties that results of the round must have."""
-        return Expectation(job_context.global_weights(self.fl_ctx), self._exclude, self.params_type)
+        return Expectation(
+            job_context.global_weights(self.fl_ctx),
+            self._exclude,
+            self.params_type,
+            names=job_context.tensor_names(self.fl_ctx),
+        )
 
     def _take(self, client: str, stated: FLModel | DXO) -> None:
         if client in self._round.results:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from nvflare.apis.dxo import DXO, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FLContextKey, WorkspaceConstants
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from nvflare.app_common.abstract.model import (
     ModelLearnable,
     ModelLearnableKey,
@@ -32,6 +34,7 @@ from nvflare_lazy.errors import FormatError, InitialModelError, JobCheckpointErr
 from nvflare_lazy.flare import initial_model, job_context
 from nvflare_lazy.flare.checkpoint_store import Checkpoint, CheckpointStore
 from nvflare_lazy.flare.pytorch_file import write_pytorch_file
+from nvflare_lazy.flare.tensor_names import TensorNames
 from nvflare_lazy.flare.weights import as_weights, entries_of, is_weight
 from nvflare_lazy.formats import open_safetensors
 from nvflare_lazy.transport.registration import register
@@ -52,6 +55,9 @@ class LazyModelPersistor(ModelPersistor):
     The initial model of the job is the first of these that exists: the last complete round in `checkpoint_dir`, the
     checkpoint `source_ckpt_file_full_name`, the model.
 
+    A job that begins with a Hugging Face directory (a model or a PEFT adapter) sends tied tensors under all their names
+    and stores them once. `from_pretrained` loads its checkpoint directory, and the directory `best` in it.
+
     | `model`                                                           | is instantiated                        |
     |-------------------------------------------------------------------|----------------------------------------|
     | `{"path": "net.Net", "args": {…}, "config_type": "dict"}`         | by a separate process, which ends      |
@@ -63,8 +69,8 @@ class LazyModelPersistor(ModelPersistor):
         exclude_vars: Regular expression; parameters whose name it is found in are left out of the job.
         global_model_file_name: File of the last global model.
         best_global_model_file_name: File of the best one.
-        source_ckpt_file_full_name: A checkpoint to begin with, of any readable kind; a relative path is looked for in
-            the app's `custom` folder.
+        source_ckpt_file_full_name: A checkpoint to begin with, of any readable kind, or a Hugging Face directory; a
+            relative path is looked for in the app's `custom` folder.
         filter_id: A `PersistorFilter` component.
         allow_numpy_conversion: Whether the job exchanges NumPy arrays, as with NVFlare's persistor; False for PyTorch
             tensors.
@@ -118,6 +124,8 @@ class LazyModelPersistor(ModelPersistor):
         # The current model: an update must match it, and keeps the tensors that it does not contain.
         self._current: dict[str, Any] = {}
         self._meta: Mapping[str, Any] = {}
+        #: The names that clients use for tensors, if the job began with a Hugging Face directory.
+        self.names: TensorNames | None = None
         register()
 
     # ---- for other components of this package ------------------------------------------------------------------------
@@ -134,6 +142,8 @@ class LazyModelPersistor(ModelPersistor):
     def handle_event(self, event: str, fl_ctx: FLContext) -> None:
         if event == EventType.START_RUN:
             self._start(fl_ctx)
+        elif event == EventType.BEFORE_TASK_DATA_FILTER:
+            self._send_all_names(fl_ctx)
         elif event == AppEventType.GLOBAL_BEST_MODEL_AVAILABLE:
             self._save_best(fl_ctx)
         elif event == EventType.ABOUT_TO_END_RUN and self.save_pytorch:
@@ -151,6 +161,7 @@ class LazyModelPersistor(ModelPersistor):
             return None  # the start of the run has ended the job, with the reason
         try:
             tensors = self._begin(fl_ctx)
+            self._complete_checkpoints(tensors, fl_ctx)
             weights = as_weights(self._included(tensors), numpy=self.allow_numpy_conversion)
         except (NVFlareLazyError, OSError) as error:
             self.log_error(fl_ctx, f"cannot load the initial model: {error}")
@@ -225,6 +236,33 @@ class LazyModelPersistor(ModelPersistor):
             return initial_model.from_checkpoint(source)
         return self._from_model(fl_ctx)
 
+    def _complete_checkpoints(self, tensors: LazyTensorDict, fl_ctx: FLContext) -> None:
+        """Use the Hugging Face directory that the job began with, or its copy if a resumed job does not find it."""
+        paths = [path for path in (self._source(fl_ctx), self.resumed and self.store.directory) if path]
+        found = next(filter(None, map(initial_model.hugging_face_directory, paths)), None)
+        if found is None:
+            return
+        self.store.begin_with(found)
+        excluded = re.compile(self.exclude_vars) if self.exclude_vars else None
+        tied = initial_model.tied_in(found, tensors)
+        self.names = TensorNames(
+            {name: stored for name, stored in tied.items() if not (excluded and excluded.search(name))}, excluded
+        )
+
+    def _send_all_names(self, fl_ctx: FLContext) -> None:
+        """Send tied tensors under all their names."""
+        task = fl_ctx.get_prop(FLContextKey.TASK_DATA)
+        if self.names is None or not self.names.tied or not isinstance(task, Shareable):
+            return
+        if task.get_header(ReservedHeaderKey.CONTENT_TYPE) != "DXO":
+            return
+        dxo = from_shareable(task)
+        if job_context.kind_of_data(dxo.data_kind) is None:
+            return
+        # SCAFFOLD sends control variates in the metadata.
+        controls = {key: self.names.with_tied(part) for key, part in dxo.meta.items() if isinstance(part, dict)}
+        DXO(dxo.data_kind, self.names.with_tied(dxo.data), {**dxo.meta, **controls}).update_shareable(task)
+
     def _from_model(self, fl_ctx: FLContext) -> LazyTensorDict:
         model: Any = fl_ctx.get_engine().get_component(self.model) if isinstance(self.model, str) else self.model
         if isinstance(model, dict):
@@ -254,6 +292,9 @@ class LazyModelPersistor(ModelPersistor):
         if wrong:
             raise JobCheckpointError(f"the global model cannot be saved: {wrong}")
         weights = ml[ModelLearnableKey.WEIGHTS]
+        if self.names is not None:
+            # An aggregator that does not use acceptance keeps the names of clients.
+            weights = {name: value for name, value in weights.items() if name not in self.names.tied}
         if self._current:
             wrong = _find_mismatch(weights, self._current)
             if wrong:

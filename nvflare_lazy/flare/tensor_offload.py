@@ -21,7 +21,7 @@ from nvflare.apis.fl_constant import FLContextKey, ProcessType, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from nvflare.apis.utils.analytix_utils import create_analytic_dxo, send_analytic_dxo
-from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.app_constant import AlgorithmConstants, AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 
 from nvflare_lazy._text import format_size, logs_printably, parse_size, quoted
@@ -44,6 +44,7 @@ from nvflare_lazy.flare.accepted_result import (
 from nvflare_lazy.flare.job_context import RunningAggregation
 from nvflare_lazy.flare.malloc_tuning import MallocTrimmer, tune_malloc
 from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
+from nvflare_lazy.flare.tensor_names import renamed
 from nvflare_lazy.flare.weights import is_array, is_lazy, is_weight, zero_controls
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.tensors.converted_sources import CastSource
@@ -278,6 +279,7 @@ class TensorOffload(FLComponent):
                 controls=zero_controls(reference) if running.has_controls and reference else None,
                 ignore_unknown=not running.by_nvflare,
                 by_nvflare=running.by_nvflare,
+                names=job_context.tensor_names(fl_ctx),
             ),
         )
         if running.by_nvflare and dxo.meta.get(MetaKey.PROCESSED_ALGORITHM) is not None:
@@ -398,6 +400,11 @@ def _make_rounds_plain(result: Shareable) -> None:
 def _write_back(dxo: DXO, result: AcceptedResult, reference: Mapping[str, Any]) -> DXO:
     """Return the result with the accepted values instead of those that the client sent."""
     data, meta = dict(dict.items(dxo.data)), dict(dict.items(dxo.meta))
+    if result.renamed:
+        data = renamed(data, result.renamed)
+        if result.controls is not None:
+            stated_controls = meta[AlgorithmConstants.SCAFFOLD_CTRL_DIFF]
+            meta[AlgorithmConstants.SCAFFOLD_CTRL_DIFF] = renamed(stated_controls, result.renamed)
     for name, entry in result.tensors.items():
         right = reference.get(name)
         if right is None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,8 +26,9 @@ from nvflare.app_common.workflows.fedavg import FedAvg
 from nvflare.app_common.workflows.scaffold import Scaffold
 
 from nvflare_lazy.errors import ResultMismatchError
-from nvflare_lazy.flare import LazyAggregator, LazyCrossSiteEval, LazyScaffold, TensorOffload
+from nvflare_lazy.flare import LazyAggregator, LazyCrossSiteEval, LazyScaffold, TensorOffload, job_context
 from nvflare_lazy.flare.accepted_result import MAX_METRICS, MAX_STEPS, majority_kind
+from nvflare_lazy.flare.tensor_names import TensorNames
 from nvflare_lazy.flare.weights import zero_controls
 from nvflare_lazy.tensors.byte_source import ByteSource, FailedSource
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
@@ -109,6 +110,26 @@ def names(fl_ctx: Any) -> None:
         ResultMismatchError, match=r"no 'head\.0\.w'; if this is intended, set exclude_vars, for example"
     ):
         Round(fl_ctx).aggregator.accept_model(sent("odd", 5, **{"head.0.w": torch.ones(1)}))
+
+
+def names_of_clients(fl_ctx: Any) -> None:
+    store = SimpleNamespace(incoming=Path(fl_ctx.get_prop(FLContextKey.APP_ROOT)))
+    job_context.set_persistor(fl_ctx, cast("Any", SimpleNamespace(names=TensorNames({"c": "a"}), store=store)))
+    model = {"a": torch.full((2,), 5.0), "b": torch.ones(1)}
+    further = {"c": model["a"], "b": model["b"]}
+    for tensors, counts in (
+        (model, True),
+        (further, True),
+        ({**model, "c": torch.full((2,), 100.0)}, True),
+        ({f"model.{name}": value for name, value in further.items()}, True),
+        ({"x.a": model["a"], "y.b": model["b"]}, False),
+        ({"x.a": model["a"], "b": model["b"], "z": model["b"]}, False),
+        ({"c": torch.ones(3)}, False),
+        ({**model, "c": failed((2,))}, False),
+    ):
+        odd = sent("odd", 5)
+        odd.params = dict(tensors)
+        assert Round(fl_ctx).outcome(odd) == (COUNTS if counts else SKIPPED), tensors.keys()
 
 
 def excluded(fl_ctx: Any) -> None:
@@ -252,6 +273,7 @@ CASES: dict[str, Callable[[Any], None]] = {
     "the kind of data": kind_of_data,
     "models or differences": models_or_differences,
     "names of tensors": names,
+    "names in a job that began with a Hugging Face directory": names_of_clients,
     "tensors that `exclude_vars` matches": excluded,
     "the value of a tensor": values,
     "a shape": shapes,

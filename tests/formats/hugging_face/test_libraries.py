@@ -19,6 +19,7 @@ from nvflare_lazy.cli.program import run
 from nvflare_lazy.flare.parameters_on_disk import ParametersOnDisk
 from nvflare_lazy.formats.hugging_face import ModelDirectory
 from nvflare_lazy.formats.hugging_face.lora import merge_lora
+from nvflare_lazy.formats.hugging_face.tied import tied_names
 from tests.flare.test_parameters_on_disk import mapped_addresses
 
 transformers = pytest.importorskip("transformers")
@@ -353,3 +354,30 @@ def test_load_checkpoint_and_dispatch(base, tmp_path, where, shard):
         model, str(tmp_path / "saved"), {**devices, "model.rotary_emb": "cpu"}, offload_folder=tmp_path / "offload"
     )
     assert torch.equal(logits(model), expected)
+
+
+def test_tied_names_are_those_of_the_models(tmp_path):
+    """A strict client requires exactly the stored names and the further ones."""
+    words = {"vocab_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 32}
+    t5 = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    bart = {"vocab_size": 96, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+    bart.update(decoder_attention_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=1, decoder_start_token_id=1)
+    for name, config, settings in (
+        ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**words, "intermediate_size": 32, "tie_word_embeddings": True}),
+        ("OPTForCausalLM", "OPTConfig", {**words, "word_embed_proj_dim": 32, "ffn_dim": 32}),
+        ("Qwen2ForSequenceClassification", "Qwen2Config", {**words, "num_key_value_heads": 2, "intermediate_size": 32}),
+        ("BertForMaskedLM", "BertConfig", words),
+        ("RobertaForMaskedLM", "RobertaConfig", words),
+        ("DistilBertForMaskedLM", "DistilBertConfig", {"vocab_size": 96, "dim": 32, "n_layers": 1, "n_heads": 2}),
+        ("T5ForConditionalGeneration", "T5Config", t5),
+        ("BartForConditionalGeneration", "BartConfig", {**bart, "forced_eos_token_id": None}),
+        ("WhisperForConditionalGeneration", "WhisperConfig", bart),
+    ):
+        model = getattr(transformers, name)(getattr(transformers, config)(**settings))
+        model.save_pretrained(tmp_path / name)
+        directory = ModelDirectory(tmp_path / name)
+        entries = directory.open().entries
+        tied = tied_names(directory.config(), entries)
+        state = model.state_dict()
+        assert state.keys() == entries.keys() | tied.keys(), name
+        assert all(state[further].data_ptr() == state[stored].data_ptr() for further, stored in tied.items()), name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`test_libraries.py` in an environment for each generation of transformers, next to the packages of this one."""
+"""Tests that need transformers, in an environment for each of its generations, next to the packages of this one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 LIBRARIES = Path(__file__).with_name("test_libraries.py")
+JOBS = ROOT / "integration_tests" / "test_hugging_face.py"
 #: What transformers 4 requires in other versions.
 UNPINNED = re.compile(r"(transformers|tokenizers|huggingface_hub)==")
 
@@ -36,7 +37,7 @@ def test_libraries(tmp_path, transformers):
     temporary.mkdir()
     subprocess.run([*pip, transformers, "accelerate", "peft"], check=True)
     subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow", LIBRARIES],
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow", LIBRARIES, JOBS],
         check=True,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs from a Hugging Face directory to a Hugging Face directory, with NVFlare's client for Hugging Face.
+
+Slow, because an ordinary environment does not have these libraries: `test_matrix.py` runs this module in environments
+that do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from nvflare.client.config import ExchangeFormat
+from nvflare.recipe import SimEnv
+
+import nvflare_lazy
+from nvflare_lazy.recipes import FedAvgRecipe
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("default"),  # those of the libraries are not ours
+]
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+TRAIN = str(Path(__file__).parent / "hugging_face" / "train.py")
+TOKENS = torch.arange(12).reshape(2, 6)
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    """A model with tied embeddings."""
+    config = transformers.Qwen2Config(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(1)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 1
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs two rounds of a job and returns the directory of its checkpoints."""
+    monkeypatch.setenv("NVFLARE_LAZY_SCRATCH", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir(mode=0o700)
+
+    def run(checkpoint: Path, arguments: str, **options: object) -> Path:
+        recipe = FedAvgRecipe(
+            name="hf",
+            checkpoint=str(checkpoint),
+            checkpoint_dir=str(tmp_path / "checkpoints"),
+            min_clients=2,
+            num_rounds=2,
+            train_script=TRAIN,
+            train_args=arguments,
+            command=f"{sys.executable} -u",
+            server_expected_format=ExchangeFormat.PYTORCH,
+            **options,
+        )
+        recipe.execute(SimEnv(num_clients=2, workspace_root=str(tmp_path / "workspace")))
+        return tmp_path / "checkpoints"
+
+    return run
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+def loaded(path: Path) -> torch.nn.Module:
+    """Load a directory, which must have every parameter and nothing else."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return model
+
+
+def test_a_tied_model_is_the_same_after_rounds_without_training(run, base):
+    """From an untouched directory to one that `from_pretrained` loads; the tied tensor is stored once."""
+    result = run(base, f"--base {base}")
+    assert torch.equal(logits(loaded(result)), logits(loaded(base)))
+    assert nvflare_lazy.open(result / "model.safetensors").keys() == nvflare_lazy.open(base).keys()
+    assert (result / "rounds" / "round-00001.safetensors").exists()
+
+
+@pytest.mark.parametrize("prefix", [None, "model."])
+def test_an_adapter_is_the_same_after_rounds_without_training(run, base, tmp_path, prefix):
+    """PEFT loads every matrix of it, also if the client puts a prefix before the names."""
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, base_model_name_or_path=str(base)
+    )
+    torch.manual_seed(2)
+    adapter = tmp_path / "adapter"
+    peft.get_peft_model(loaded(base), config).save_pretrained(adapter)
+    arguments = f"--base {base} --adapter {adapter}" + (f" --prefix {prefix}" if prefix else "")
+    result = run(adapter, arguments)
+    model = peft.PeftModel.from_pretrained(loaded(base), result)
+    before = peft.PeftModel.from_pretrained(loaded(base), adapter)
+    assert not torch.equal(logits(model), logits(loaded(base)))
+    assert torch.equal(logits(model), logits(before))
+
+
+def test_training_changes_the_result(run, base):
+    """A job that trains both ends with another model, which loads completely, and knows the best one."""
+    result = run(base, f"--base {base} --lr 0.1")
+    assert not torch.equal(logits(loaded(result)), logits(loaded(base)))

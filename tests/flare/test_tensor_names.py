@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs that begin with a Hugging Face directory: names of tied tensors, prefixes, and complete checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from nvflare.apis.dxo import DXO, DataKind, from_shareable
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import FLContextKey
+from nvflare.app_common.abstract.model import ModelLearnableKey, make_model_learnable, model_learnable_to_dxo
+from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.app_event_type import AppEventType
+from nvflare.app_common.workflows.fedavg import FedAvg
+
+import nvflare_lazy
+from nvflare_lazy.errors import ResultMismatchError
+from nvflare_lazy.flare import LazyAggregator, TensorOffload
+from nvflare_lazy.flare.tensor_names import TensorNames
+from nvflare_lazy.formats.hugging_face import ModelDirectory
+from tests.flare.test_acceptance_rules import accepted, one_component
+
+WORDS, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+MODEL = {WORDS: torch.arange(12.0).reshape(6, 2), NORM: torch.ones(2)}
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 6, "tie_word_embeddings": True}
+MATRIX = "base_model.model.model.layers.0.q_proj.lora_A.weight"
+
+
+@pytest.fixture
+def qwen(tmp_path) -> Path:
+    """A tied model in shards."""
+    path = tmp_path / "qwen"
+    nvflare_lazy.save(MODEL, f"{path}/", max_shard_size=50)
+    (path / "config.json").write_text(json.dumps(QWEN))
+    (path / "tokenizer.json").write_text("{}")
+    assert len(list(path.glob("*.safetensors"))) == 2
+    return path
+
+
+@pytest.fixture
+def begin(start, fl_ctx, tmp_path):
+    def begin(directory: Path, **arguments):
+        return start(
+            source_ckpt_file_full_name=str(directory), checkpoint_dir=str(tmp_path / "checkpoints"), **arguments
+        )
+
+    return begin
+
+
+def task_sent(persistor, fl_ctx, **meta) -> DXO:
+    """Return what a client gets."""
+    dxo = model_learnable_to_dxo(fl_ctx.get_prop(AppConstants.GLOBAL_MODEL))
+    task = DXO(dxo.data_kind, dxo.data, {**dxo.meta, **meta}).to_shareable()
+    fl_ctx.set_prop(FLContextKey.TASK_DATA, task, private=True, sticky=False)
+    persistor.handle_event(EventType.BEFORE_TASK_DATA_FILTER, fl_ctx)
+    return from_shareable(task)
+
+
+def weights(fl_ctx) -> dict:
+    return fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)[ModelLearnableKey.WEIGHTS]
+
+
+def end_round(persistor, fl_ctx, result, *results: dict, **arguments) -> dict:
+    """Aggregate and save a round, and return the new model."""
+    aggregator = LazyAggregator(**arguments)
+    aggregator.handle_event(EventType.START_RUN, fl_ctx)
+    for number, tensors in enumerate(results):
+        aggregator.accept_model(result(f"site-{number}", **tensors))
+    learnable = make_model_learnable(aggregator.aggregate_model().params, {})
+    fl_ctx.set_prop(AppConstants.GLOBAL_MODEL, learnable)
+    persistor.save_model(learnable, fl_ctx)
+    return {name: value.tolist() for name, value in learnable[ModelLearnableKey.WEIGHTS].items()}
+
+
+def test_tied_tensors_are_sent_under_all_names_and_stored_under_one(begin, qwen, fl_ctx, result):
+    """All names are one object, which is sent once; a result may have any of them, and the stored name counts."""
+    persistor = begin(qwen)
+    sent = task_sent(persistor, fl_ctx, controls={WORDS: torch.zeros(6, 2)}, other=7)
+    assert sent.data.keys() == {WORDS, HEAD, NORM}
+    assert sent.data[HEAD] is sent.data[WORDS]
+    assert sent.meta["controls"].keys() == {WORDS, HEAD}
+    assert sent.meta["other"] == 7
+    assert weights(fl_ctx).keys() == MODEL.keys()
+    words, norm = torch.zeros(6, 2), torch.ones(2)
+    model = end_round(
+        persistor,
+        fl_ctx,
+        result,
+        {WORDS: words + 1, HEAD: words + 100, NORM: norm},
+        {WORDS: words + 2, NORM: norm},
+        {HEAD: words + 6, NORM: norm},
+    )
+    assert model == {WORDS: [[3.0, 3.0]] * 6, NORM: [1.0, 1.0]}
+    assert task_sent(persistor, fl_ctx).data.keys() == {WORDS, HEAD, NORM}
+
+
+@pytest.mark.parametrize("rename", [lambda name: f"model.{name}", lambda name: name.removeprefix("model.")])
+def test_a_prefix_that_all_names_have_or_lack(begin, qwen, fl_ctx, result, rename):
+    """It is found by the names of the global model."""
+    persistor = begin(qwen)
+    tensors = {rename(name): value + 1 for name, value in MODEL.items()}
+    assert end_round(persistor, fl_ctx, result, tensors)[NORM] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("names", "renamed"),
+    [
+        (["x.a.w", "x.b.w"], {"x.a.w": "a.w", "x.b.w": "b.w"}),
+        (["x.a.w", "b.w"], {"x.a.w": "a.w"}),
+        (["x.tied"], {"x.tied": "a.w"}),
+        (["x.tied", "x.a.w"], {"x.tied": None, "x.a.w": "a.w"}),
+        # More than one change is possible, or none is for all names.
+        (["w"], {}),
+        (["x.a.w", "y.b.w"], {}),
+        (["x.a.w", "a.w"], {}),
+        (["x.a.w", "z"], {}),
+        ([".a.w." * 100], {}),
+        (["skip.me", "x.a.w"], {"skip.me": None, "x.a.w": "a.w"}),
+    ],
+)
+def test_stored_names(names, renamed):
+    """Either all names of a result become names of the model, or it is rejected as it is."""
+    assert TensorNames({"tied": "a.w"}, re.compile("skip")).stored(names, ["a.w", "b.w"]) == renamed
+
+
+def test_names_that_match_nothing(begin, qwen, fl_ctx, result):
+    """The message has examples from both sides, and the ways out."""
+    persistor = begin(qwen)
+    with pytest.raises(ResultMismatchError) as error:
+        end_round(persistor, fl_ctx, result, {"transformer.wte.weight": torch.ones(6, 2)})
+    for part in ("'transformer.wte.weight'", f"'{WORDS}'", "server_key_prefix", "exclude_vars"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("where", ["persistor", "aggregator"])
+def test_excluded_tensors(begin, qwen, fl_ctx, result, where):
+    """A tensor that `exclude_vars` matches is not sent or not used, under its further names, too."""
+    excluded = {"exclude_vars": "embed_tokens"}
+    persistor = begin(qwen, **(excluded if where == "persistor" else {}))
+    assert (HEAD in task_sent(persistor, fl_ctx).data) == (where == "aggregator")
+    tensors = {WORDS: torch.zeros(6, 2), NORM: torch.zeros(2)}
+    model = end_round(persistor, fl_ctx, result, tensors, **(excluded if where == "aggregator" else {}))
+    assert model == {NORM: [0.0, 0.0]}
+
+
+def test_at_level_1_nvflare_gets_the_stored_names(begin, qwen, fl_ctx, tmp_path):
+    """It would add unknown tensors to the model."""
+    begin(qwen)
+    offload = one_component(fl_ctx, FedAvg(num_clients=2), **weights(fl_ctx))
+    data = {"model." + name: value for name, value in {**MODEL, HEAD: MODEL[WORDS]}.items()}
+    result = DXO(DataKind.WEIGHTS, data=data).to_shareable()
+    assert isinstance(offload, TensorOffload)
+    assert accepted(offload, fl_ctx, result)
+    assert from_shareable(result).data.keys() == MODEL.keys()
+
+
+def test_checkpoints_are_complete_directories(begin, qwen, fl_ctx, tmp_path, result):
+    """The last and the best model have the companions of the initial directory, and the expected name, as a link."""
+    persistor = begin(qwen)
+    fl_ctx.set_prop(AppConstants.GLOBAL_MODEL, None)
+    persistor.handle_event(AppEventType.GLOBAL_BEST_MODEL_AVAILABLE, fl_ctx)
+    begin(qwen)
+    end_round(persistor, fl_ctx, result, {name: value + 1 for name, value in MODEL.items()})
+    last = tmp_path / "checkpoints"
+    for directory, norm in ((last, 2.0), (last / "best", 1.0)):
+        opened = ModelDirectory(directory)
+        assert [path.name for path in opened.companions()] == ["config.json", "tokenizer.json"]
+        assert opened.open()[NORM].tolist() == [norm, norm]
+        assert opened.open().metadata["format"] == "pt"
+    assert (last / "model.safetensors").samefile(last / "FL_global_model.safetensors")
+
+
+def test_a_job_resumes_without_the_initial_directory(begin, qwen, fl_ctx, tmp_path, result):
+    """Its checkpoints have the configuration."""
+    persistor = begin(qwen)
+    end_round(persistor, fl_ctx, result, {name: value + 1 for name, value in MODEL.items()})
+    persistor.handle_event(EventType.END_RUN, fl_ctx)
+    shutil.rmtree(qwen)
+    persistor = begin(qwen)
+    assert task_sent(persistor, fl_ctx).data[HEAD].tolist() == (MODEL[WORDS] + 1).tolist()
+    end_round(persistor, fl_ctx, result, {name: value + 3 for name, value in MODEL.items()})
+    assert ModelDirectory(tmp_path / "checkpoints").open()[NORM].tolist() == [4.0, 4.0]
+
+
+def test_the_initial_directory_is_not_replaced(begin, qwen, tmp_path, engine):
+    """A job whose checkpoints would go to it does not start."""
+    qwen.rename(tmp_path / "checkpoints")
+    begin(tmp_path / "checkpoints")
+    [reason] = engine.panics
+    assert "is the initial model" in reason
+
+
+def test_an_adapter(begin, tmp_path, fl_ctx, result):
+    """PEFT finds it under the name that it expects."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    nvflare_lazy.save({MATRIX: torch.ones(2, 2)}, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    # Trainers leave further files, which are not the adapter.
+    nvflare_lazy.save({"x": torch.ones(1)}, adapter / "other.safetensors")
+    persistor = begin(adapter)
+    assert task_sent(persistor, fl_ctx).data.keys() == {MATRIX}
+    end_round(persistor, fl_ctx, result, {f"model.{MATRIX}": torch.zeros(2, 2)})
+    last = ModelDirectory(tmp_path / "checkpoints")
+    assert last.is_adapter
+    assert last.open()[MATRIX].tolist() == [[0.0, 0.0]] * 2
+    assert (tmp_path / "checkpoints" / "adapter_model.safetensors").exists()
+
+
+def test_a_pytorch_checkpoint_of_a_tied_model(begin, tmp_path, fl_ctx):
+    """A tied tensor that a PyTorch checkpoint has twice is stored once."""
+    directory = tmp_path / "old"
+    directory.mkdir()
+    torch.save({**MODEL, HEAD: MODEL[WORDS]}, directory / "pytorch_model.bin")
+    (directory / "config.json").write_text(json.dumps(QWEN))
+    persistor = begin(directory)
+    assert weights(fl_ctx).keys() == MODEL.keys()
+    assert task_sent(persistor, fl_ctx).data.keys() == {WORDS, HEAD, NORM}
