@@ -36,12 +36,10 @@ def test_a_stock_job_with_the_component_gives_what_it_gives_without(run_job: Job
     assert not left_in(result.workspace.parent / "scratch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "controller",
-    [
-        pytest.param({}, id="stock"),
-        pytest.param({"aggregator": {"path": "witness.PlainAggregator"}}, id="custom", marks=pytest.mark.slow),
-    ],
+    [pytest.param({}, id="stock"), pytest.param({"aggregator": {"path": "witness.PlainAggregator"}}, id="custom")],
 )
 def test_one_bad_client_costs_only_itself_with_others_aggregators(run_job: JobRunner, controller: dict):
     """Garbage and a wrong shape are left out whole, with the reason; the next round has everybody again."""

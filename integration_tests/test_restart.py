@@ -147,7 +147,8 @@ def test_a_job_begins_with_what_another_one_saves(run_job: JobRunner, tmp_path: 
     assert min(possible) <= 1
 
 
-@pytest.mark.parametrize("on_too_few", ["fail", pytest.param("skip", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("on_too_few", ["fail", "skip"])
 def test_a_disk_without_room_for_any_result(run_job: JobRunner, tmp_path: Path, on_too_few: str):
     """The job fails, or skips the round, as it is set; the log says why, and the last checkpoint is what it was."""
     checkpoints = tmp_path / "checkpoints"

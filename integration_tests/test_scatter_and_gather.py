@@ -47,7 +47,8 @@ def saved(result: RunResult) -> torch.Tensor:
     return nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors")["layer00002"].materialize()
 
 
-@pytest.mark.parametrize("mode", ["level-2", pytest.param("level-1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["level-2", "level-1"])
 def test_all_results_count_but_the_bad_ones(run_job: JobRunner, mode: str):
     """Garbage and a wrong shape in the first round cost their clients' results only, and the log says why."""
     job = ScatterAndGatherJob(mode=mode, clients=4, model_mib=1, tensors=4, rounds=2, trainer=FAULTY)
