@@ -17,18 +17,16 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvflare_lazy._text import get_logger, quoted
 from nvflare_lazy.errors import JobCheckpointError
 from nvflare_lazy.formats.atomic_file import AtomicFile, sync_directory
+from nvflare_lazy.formats.hugging_face import ModelDirectory
 from nvflare_lazy.formats.save_checkpoint import save
 from nvflare_lazy.scratch import DirectoryLease
 from nvflare_lazy.tensors.entry import file_holding
 from nvflare_lazy.tensors.tensor_file import TensorFile
-
-if TYPE_CHECKING:
-    from nvflare_lazy.formats.hugging_face import ModelDirectory
 
 logger = get_logger(__name__)
 
@@ -69,7 +67,6 @@ class CheckpointStore:
         self._keep_rounds = keep_rounds
         self._lease: DirectoryLease | None = None
         self._initial: ModelDirectory | None = None
-        self._completed: set[Path] = set()
         for path in (directory, self._rounds):
             path.mkdir(parents=True, exist_ok=True)
         self.incoming.mkdir(mode=0o700, exist_ok=True)
@@ -105,7 +102,9 @@ class CheckpointStore:
             raise JobCheckpointError(
                 f"checkpoint_dir {self.directory} is the initial model, which would be replaced; use another directory"
             )
-        self._initial = initial
+        initial.copy_companions(self.directory)
+        # The initial directory need not exist until the end of the job.
+        self._initial = ModelDirectory(self.directory, adapter=initial.is_adapter)
 
     def save(
         self, weights: Mapping[str, Any], round_number: int | None = None, meta: Mapping[str, Any] | None = None
@@ -189,10 +188,9 @@ class CheckpointStore:
         """Make a Hugging Face directory of a model that is saved."""
         if self._initial is None:
             return
-        if directory not in self._completed:
-            directory.mkdir(exist_ok=True)
+        directory.mkdir(exist_ok=True)
+        if not all((directory / name).exists() for name in self._initial.companions()):
             self._initial.copy_companions(directory)
-            self._completed.add(directory)
         name = directory / self._initial.weights_name
         if name not in (self.model_path, self.best_path) and not _add_name(path, name):
             save(weights, name)

@@ -31,7 +31,7 @@ class OffloadOptions:
 
     | argument          | meaning                                                                                      |
     |-------------------|----------------------------------------------------------------------------------------------|
-    | `checkpoint`      | initial checkpoint on the server; a file at a relative path here travels with the job        |
+    | `checkpoint`      | initial checkpoint or Hugging Face directory; a file at a relative path travels with the job |
     | `checkpoint_dir`  | absolute path on the server for checkpoints that outlive the job, and that it resumes from   |
     | `keep_rounds`     | number of rounds to keep there, besides the best model                                       |
     | `save_pytorch`    | also write the last and the best model as PyTorch files, as NVFlare does                     |

@@ -139,7 +139,7 @@ def test_names_that_match_nothing(begin, qwen, fl_ctx, result):
 
 @pytest.mark.parametrize("where", ["persistor", "aggregator"])
 def test_excluded_tensors(begin, qwen, fl_ctx, result, where):
-    """A tensor that `exclude_vars` matches is not sent or not used, under its further names, too."""
+    """A tensor that `exclude_vars` matches is not sent, or not used. The same is true of its further names."""
     excluded = {"exclude_vars": "embed_tokens"}
     persistor = begin(qwen, **(excluded if where == "persistor" else {}))
     assert (HEAD in task_sent(persistor, fl_ctx).data) == (where == "aggregator")
@@ -165,6 +165,7 @@ def test_checkpoints_are_complete_directories(begin, qwen, fl_ctx, tmp_path, res
     fl_ctx.set_prop(AppConstants.GLOBAL_MODEL, None)
     persistor.handle_event(AppEventType.GLOBAL_BEST_MODEL_AVAILABLE, fl_ctx)
     begin(qwen)
+    shutil.rmtree(qwen)
     end_round(persistor, fl_ctx, result, {name: value + 1 for name, value in MODEL.items()})
     last = tmp_path / "checkpoints"
     for directory, norm in ((last, 2.0), (last / "best", 1.0)):

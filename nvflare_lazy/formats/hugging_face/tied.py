@@ -39,6 +39,8 @@ _BART = r"\w*(?:Bart|Pegasus|Marian|M2M100|Blenderbot|BlenderbotSmall)(?:ForCond
 _WORDS = r"\w+\.embeddings\.word_embeddings\.weight"
 _BART_EMBEDDINGS = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
 _T5_EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+# A configuration is untrusted.
+_MAX_NAME = 200
 _TIES = (
     _Ties(r"\w*T5ForConditionalGeneration", r"shared\.weight", ("lm_head.weight",), _T5_EMBEDDINGS),
     _Ties(_BART, r"model\.shared\.weight", ("lm_head.weight", *_BART_EMBEDDINGS)),
@@ -91,7 +93,7 @@ def tied_names(config: Mapping[str, Any], entries: Mapping[str, TensorEntry]) ->
 
 def _ties_of(architectures: object) -> list[_Ties]:
     name = architectures[0] if isinstance(architectures, list) and architectures else None
-    if not isinstance(name, str):
+    if not isinstance(name, str) or len(name) > _MAX_NAME:
         return []
     known = [ties for ties in _TIES if re.fullmatch(ties.architectures, name)]
     return known or ([_OTHERS] if re.fullmatch(_OTHERS.architectures, name) else [])
