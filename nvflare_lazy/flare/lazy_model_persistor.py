@@ -66,7 +66,8 @@ class LazyModelPersistor(ModelPersistor):
 
     Args:
         model: The model, in one of these forms.
-        exclude_vars: Regular expression; parameters whose name it is found in are left out of the job.
+        exclude_vars: Regular expression; parameters whose name it is found in are left out of the job. The
+            checkpoints of a job that began with a Hugging Face directory have their initial values.
         global_model_file_name: File of the last global model.
         best_global_model_file_name: File of the best one.
         source_ckpt_file_full_name: A checkpoint to begin with, of any readable kind, or a Hugging Face directory; a
@@ -126,6 +127,8 @@ class LazyModelPersistor(ModelPersistor):
         self._meta: Mapping[str, Any] = {}
         #: The names that clients use for tensors, if the job began with a Hugging Face directory.
         self.names: TensorNames | None = None
+        # The tensors of that directory that `exclude_vars` leaves out of the job, but not of its checkpoints.
+        self._left_out: dict[str, Any] = {}
         register()
 
     # ---- for other components of this package ------------------------------------------------------------------------
@@ -149,7 +152,7 @@ class LazyModelPersistor(ModelPersistor):
         elif event == EventType.ABOUT_TO_END_RUN and self.save_pytorch:
             self._write_pytorch_files(fl_ctx)
         elif event == EventType.END_RUN:
-            self._current = {}
+            self._current, self._left_out = {}, {}
             if self._store is not None:
                 self._store.clear_incoming()
                 self._store.release()
@@ -174,7 +177,7 @@ class LazyModelPersistor(ModelPersistor):
         """Save the global model of the current round."""
         round_number = fl_ctx.get_prop(AppConstants.CURRENT_ROUND)
         weights = self._merged(ml)
-        path = self.store.save(weights, round_number, self._meta)
+        path = self.store.save({**self._left_out, **weights}, round_number, self._meta)
         self.log_info(fl_ctx, f"saved the global model of round {round_number} as {path}", fire_event=False)
 
     def get_model_inventory(self, fl_ctx: FLContext) -> dict[str, ModelDescriptor]:
@@ -244,6 +247,8 @@ class LazyModelPersistor(ModelPersistor):
             return
         self.store.begin_with(found)
         excluded = re.compile(self.exclude_vars) if self.exclude_vars else None
+        included = self._included(tensors)
+        self._left_out = {name: entry.lazy() for name, entry in tensors.entries.items() if name not in included}
         tied = initial_model.tied_in(found, tensors)
         self.names = TensorNames(
             {name: stored for name, stored in tied.items() if not (excluded and excluded.search(name))}, excluded
@@ -309,7 +314,7 @@ class LazyModelPersistor(ModelPersistor):
     def _save_best(self, fl_ctx: FLContext) -> None:
         ml = fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)
         weights = self._merged(ml) if ml else self._current
-        path = self.store.save_best(weights)
+        path = self.store.save_best({**self._left_out, **weights})
         self.log_info(fl_ctx, f"saved the best global model so far as {path}", fire_event=False)
 
     def _write_pytorch_files(self, fl_ctx: FLContext) -> None:

@@ -46,13 +46,12 @@ class TensorNames:
             changed = dict.fromkeys(filter(self.exclude.search, names))
             names = [name for name in names if name not in changed]
         known = {**{name: stored for name, stored in self.tied.items() if stored in model}, **dict.fromkeys(model)}
-        targets = {name: name for name in names}
+        targets = {name: name for name in names if name in known}
         unknown = next((name for name in names if name not in known), None)
         if unknown is not None:
             found = [renamed for change in _changes(unknown, known) if (renamed := _all(names, known, *change))]
-            if len(found) != 1:
-                return changed
-            [targets] = found
+            if len(found) == 1:
+                [targets] = found
         taken = {target for target in targets.values() if known[target] is None}
         for name, target in targets.items():
             stored = known[target]

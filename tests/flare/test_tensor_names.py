@@ -119,12 +119,13 @@ def test_a_prefix_that_all_names_have_or_lack(begin, qwen, fl_ctx, result, renam
         (["x.a.w", "y.b.w"], {}),
         (["x.a.w", "a.w"], {}),
         (["x.a.w", "z"], {}),
+        (["tied", "z"], {"tied": "a.w"}),
         ([".a.w." * 100], {}),
         (["skip.me", "x.a.w"], {"skip.me": None, "x.a.w": "a.w"}),
     ],
 )
 def test_stored_names(names, renamed):
-    """Either all names of a result become names of the model, or it is rejected as it is."""
+    """A prefix is changed only if all names then are names of the model."""
     assert TensorNames({"tied": "a.w"}, re.compile("skip")).stored(names, ["a.w", "b.w"]) == renamed
 
 
@@ -138,7 +139,7 @@ def test_names_that_match_nothing(begin, qwen, fl_ctx, result):
 
 
 @pytest.mark.parametrize("where", ["persistor", "aggregator"])
-def test_excluded_tensors(begin, qwen, fl_ctx, result, where):
+def test_excluded_tensors(begin, qwen, fl_ctx, tmp_path, result, where):
     """A tensor that `exclude_vars` matches is not sent, or not used. The same is true of its further names."""
     excluded = {"exclude_vars": "embed_tokens"}
     persistor = begin(qwen, **(excluded if where == "persistor" else {}))
@@ -146,6 +147,12 @@ def test_excluded_tensors(begin, qwen, fl_ctx, result, where):
     tensors = {WORDS: torch.zeros(6, 2), NORM: torch.zeros(2)}
     model = end_round(persistor, fl_ctx, result, tensors, **(excluded if where == "aggregator" else {}))
     assert model == {NORM: [0.0, 0.0]}
+    # A checkpoint is complete, and a resumed job leaves out the same tensors.
+    saved = ModelDirectory(tmp_path / "checkpoints").open()
+    assert {name: value.tolist() for name, value in saved.items()} == {WORDS: MODEL[WORDS].tolist(), **model}
+    persistor.handle_event(EventType.END_RUN, fl_ctx)
+    begin(qwen, **(excluded if where == "persistor" else {}))
+    assert (WORDS in weights(fl_ctx)) == (where == "aggregator")
 
 
 def test_at_level_1_nvflare_gets_the_stored_names(begin, qwen, fl_ctx, tmp_path):
