@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import SourceReleasedError
 from nvflare_lazy.formats.safetensors.header import read_header
 from nvflare_lazy.tensors.byte_source import FailedSource
@@ -33,10 +34,11 @@ class Releasable(Protocol):
 
 
 class LazyTensorDict(Mapping[str, "LazyTensor"]):
-    """A read-only mapping from names to lazy tensors.
+    """A read-only mapping from names to lazy tensors; it is equal to itself only, and hashable.
 
     Args:
-        key_to_file: For each name, the safetensors file the tensor is in and its name there.
+        key_to_file: For each name, the safetensors file the tensor is in and its name there. A file is opened when one
+            of its tensors is used.
         temp_dir: A directory that is removed when the last tensor is gone, or by `cleanup()`.
 
     Example:
@@ -45,15 +47,14 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
         >>> model.load_state_dict(tensors)  # one tensor at a time
     """
 
+    _names: Mapping[str, object]
+    _locations: Mapping[str, tuple[str, str]]
+
     def __init__(
         self, key_to_file: Mapping[str, tuple[str, str]], temp_dir: str | os.PathLike[str] | None = None
     ) -> None:
-        files = {}
-        for path in {path for path, _ in key_to_file.values()}:
-            file = TensorFile(path)
-            file.contents = read_header(file).tensors
-            files[path] = entries_of(file)
-        self._set({name: files[path][key] for name, (path, key) in key_to_file.items()}, {}, {})
+        self._set({}, {}, {})
+        self._names = self._locations = dict(key_to_file)
         if temp_dir is not None:
             self.own(TemporaryPath(temp_dir))
 
@@ -85,27 +86,69 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
         extras: Mapping[str, Any],
     ) -> None:
         self._entries = entries
+        self._names = entries
+        self._locations = {}
+        self._opened: dict[str, dict[str, TensorEntry]] = {}
+        self._released: SourceReleasedError | None = None
         self._owners: list[object] = []
-        self._lock = threading.Lock()
+        # Reentrant, because the garbage collector may run while it is held.
+        self._lock = threading.RLock()
         self.metadata: Mapping[str, str] = MappingProxyType(dict(metadata))
         self.extras: Mapping[str, Any] = MappingProxyType(dict(extras))
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
         """The entries by name: shapes, dtypes and sources without making a tensor."""
-        return MappingProxyType(self._entries)
+        return MappingProxyType({name: self._entry(name) for name in self._names} if self._locations else self._entries)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(entry.nbytes for entry in self._entries.values())
+        return sum(entry.nbytes for entry in self.entries.values())
 
     def __getitem__(self, key: str) -> LazyTensor:
-        return self._entries[key].lazy()
+        return self._entry(key).lazy()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a tensor, or the default if there is no such name; a file without its tensor is an error."""
+        return self[key] if key in self._names else default
+
+    def _entry(self, name: str) -> TensorEntry:
+        entry = self._entries.get(name)
+        return self._open(name) if entry is None else entry
+
+    def _open(self, name: str) -> TensorEntry:
+        """Open the file of a tensor, unless another one of the file was used before."""
+        if name not in self._locations:
+            where = {path for path, _ in self._locations.values()} | {file.path for file in self._open_files()}
+            raise KeyError(f"no tensor {quoted(name)} in {', '.join(sorted(where)[:3]) or 'an empty dictionary'}")
+        path, key = self._locations[name]
+        with self._lock:
+            if self._released is not None:
+                raise self._released
+            if path not in self._opened:
+                self._opened[path] = self._open_file(path, key)
+            entry = self._opened[path].get(key)
+            if entry is None:
+                raise KeyError(f"no tensor {quoted(key)} in {path}")
+            return self._entries.setdefault(name, entry)
+
+    def _open_file(self, path: str, key: str) -> dict[str, TensorEntry]:
+        try:
+            file = TensorFile(path)
+        except OSError as error:
+            raise OSError(error.errno, f"cannot read tensor {quoted(key)}: {error.strerror}", path) from error
+        file.contents = read_header(file).tensors
+        for owner in self._owners:
+            file.own(owner)
+        return entries_of(file)
+
+    def _open_files(self) -> set[TensorFile]:
+        return set().union(*map(_files, (self._entries, *self._opened.values())))
 
     def files(self) -> set[TensorFile]:
-        """Return the open files that the tensors are read from."""
-        return _files(self._entries)
+        """Return the files that the tensors are read from, open."""
+        return _files(self.entries)
 
     def own(self, owner: object) -> None:
         """Keep an object, such as scratch, alive for as long as this dictionary or a tensor from it.
@@ -114,24 +157,36 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
         """
         self._owners.append(owner)
         # A tensor may outlive this dictionary, and it refers to its file.
-        for file in self.files():
+        for file in self._open_files():
             file.own(owner)
 
     def make_lazy_ref(self, key: str) -> LazyTensor:
-        """Return the tensor; it keeps the files alive on its own, without this dictionary."""
-        return self[key]
+        """Return a reference to a tensor: the tensor with the attributes `file_path` and `key`, its name in the file.
+
+        It keeps the file alive on its own, without this dictionary.
+        """
+        entry = self._entry(key)
+        ref = entry.over(entry.source).lazy()
+        file = entry.source.file()
+        ref.file_path, ref.key = self._locations.get(key, (None if file is None else file.path, key))
+        return ref
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._names)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._entries
+        return key in self._names
+
+    # A mapping would compare its tensors, which has no single answer.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        return f"LazyTensorDict({len(self)} tensors, {self.nbytes} bytes)"
+        # Without opening files.
+        return f"LazyTensorDict({len(self)} tensors" + (")" if self._locations else f", {self.nbytes} bytes)")
 
     # It is immutable, and its tensors are shared anyway.
     def __copy__(self) -> LazyTensorDict:
@@ -150,12 +205,13 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
         Reading one of those then raises `SourceReleasedError`. A second call does nothing.
         """
         with self._lock:
-            entries, owners, self._owners = self._entries, self._owners, []
+            files, owners, self._owners = self._open_files(), self._owners, []
             gone = SourceReleasedError("this tensor was released by cleanup(): materialize() it before that")
-            self._entries = {
-                name: entry.over(FailedSource(entry.source.nbytes, gone)) for name, entry in entries.items()
-            }
-        for file in _files(entries):
+            self._released = self._released or gone
+            for name, entry in self._entries.items():
+                self._entries[name] = entry.over(FailedSource(entry.source.nbytes, gone))
+            self._opened.clear()
+        for file in files:
             file.close()
         for owner in owners:
             if isinstance(owner, Releasable):

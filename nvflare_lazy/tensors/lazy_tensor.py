@@ -74,10 +74,17 @@ class LazyTensor(UndispatchedMethods):
         storage_offset: First element in the storage.
         requires_grad: Only for a parameter.
 
+    Attributes:
+        file_path: The file, for a tensor from `LazyTensorDict.make_lazy_ref`. Default: None.
+        key: Its name in that file, or None.
+
     Example:
         >>> tensor = LazyTensor(FileSource(file, 4096, 1 << 30), torch.float32, (16384, 16384))
         >>> tensor[7].sum()  # reads one row
     """
+
+    file_path: str | None = None
+    key: str | None = None
 
     # NVFlare's serializer uses `obj.__class__`: so a lazy tensor is sent as an ordinary tensor, and a peer without this
     # package can receive it. `type()` and `isinstance(x, LazyTensor)` still identify it.

@@ -58,7 +58,7 @@ def test_is_a_mapping(tmp_path):
     assert "a" in made
     assert "z" not in made
     assert made.get("z", 5) == 5
-    with pytest.raises(KeyError, match="z"):
+    with pytest.raises(KeyError, match=r"no tensor 'z' in .*/data"):
         made["z"]
     assert all(isinstance(tensor, LazyTensor) for tensor in made.values())
     assert [key for key, _ in made.items()] == list(made)
@@ -90,13 +90,24 @@ def test_pickles_as_a_state_dict(tmp_path):
         assert loaded["tied"] is loaded["a"]
 
 
-def test_equality_of_what_is_the_same(tmp_path):
-    """A dictionary equals itself and a dict of its tensors, without reading any; others compare as tensors do."""
+def test_identity(tmp_path):
+    """A dictionary equals itself only, as any object: comparing the tensors of two has no single answer."""
+    made, other = make(tmp_path), make(tmp_path)
+    assert made == made
+    assert made != other
+    assert made != dict(made)
+    assert made in [other, made]
+    assert {made: 1, other: 2}[made] == 1
+
+
+def test_views_are_iterable_repeatedly(tmp_path):
+    """`items()` and `values()` can be iterated as often as needed, and `next(iter(...))` begins anew."""
     made = make(tmp_path)
-    made.cleanup()
-    assert made == dict(made)
-    assert {**made} == dict(made)
-    assert made != {"a": 1}
+    items, values = made.items(), made.values()
+    for _ in range(2):
+        assert next(iter(items))[0] == "a"
+        assert next(iter(values)) is made["a"]
+        assert len(list(items)) == len(list(values)) == 3
 
 
 def test_tied_entries_stay_tied(tmp_path):
@@ -171,11 +182,45 @@ def test_from_files_like_nvflares(tmp_path, no_gc):
     assert not directory.exists()
 
 
-def test_a_name_that_is_not_in_its_file(tmp_path):
-    """A file without the tensor it should hold is a KeyError with the name."""
+def test_files_are_opened_on_use(tmp_path):
+    """An error names the file and the key, and costs the tensors of that file only, also in `get()`."""
     save_file({"x": torch.ones(3)}, tmp_path / "0.safetensors")
-    with pytest.raises(KeyError, match="nothing"):
-        nvflare_lazy.LazyTensorDict({"T0": (str(tmp_path / "0.safetensors"), "nothing")})
+    path, missing = str(tmp_path / "0.safetensors"), str(tmp_path / "1.safetensors")
+    made = nvflare_lazy.LazyTensorDict({"T0": (path, "x"), "T1": (path, "nothing"), "T2": (missing, "y")})
+    assert list(made) == ["T0", "T1", "T2"]
+    assert repr(made) == "LazyTensorDict(3 tensors)"
+    assert torch.equal(made["T0"], torch.ones(3))
+    assert made.get("T3") is None
+    for read in (made.__getitem__, made.get, made.make_lazy_ref):
+        with pytest.raises(KeyError, match=f"no tensor 'nothing' in {path}"):
+            read("T1")
+        with pytest.raises(FileNotFoundError, match=f"cannot read tensor 'y': No such file or directory: '{missing}'"):
+            read("T2")
+    with pytest.raises(KeyError, match=f"no tensor 'T3' in {path}, {missing}"):
+        made["T3"]
+    save_file({"y": torch.zeros(2)}, missing)
+    assert made["T2"].shape == (2,)
+    made.cleanup()
+    with pytest.raises(SourceReleasedError):
+        made["T0"].sum()
+    with pytest.raises(SourceReleasedError):
+        made["T1"]
+
+
+def test_lazy_refs(tmp_path):
+    """A reference has the file's path and the tensor's name there, and materializes without the dictionary."""
+    directory = tmp_path / "received"
+    directory.mkdir()
+    save_file({"x": torch.ones(3)}, directory / "0.safetensors")
+    path = str(directory / "0.safetensors")
+    made = nvflare_lazy.LazyTensorDict({"T0": (path, "x")}, str(directory))
+    ref = made.make_lazy_ref("T0")
+    assert (ref.file_path, ref.key) == (path, "x")
+    assert made["T0"].file_path is None
+    del made
+    assert torch.equal(ref.materialize(), torch.ones(3))
+    ref = nvflare_lazy.open(path).make_lazy_ref("x")
+    assert (ref.file_path, ref.key) == (path, "x")
 
 
 def test_cleanup_removes_the_directory(tmp_path):
