@@ -67,6 +67,9 @@ class UnmanagedFile:
         self.close()
         return TensorFile(self.path)
 
+    def __del__(self) -> None:
+        self.close()
+
     def close(self) -> None:
         """Close the file."""
         if self._fd >= 0:
@@ -100,7 +103,7 @@ class DiskConsumer(PayloadConsumer):
         """Write items in NVFlare's form.
 
         Returns:
-            For each name the file it is in and its name there. The files are complete after `release()`.
+            For each name the file it is in and its name there. The files can be read at once.
         """
         if not isinstance(items, list):
             raise TypeError(f"items must be a list, not a {type(items).__name__}")

@@ -65,9 +65,9 @@ class PayloadDownloadable(Downloadable):
         """Return the number of tensors."""
         return self.size
 
-    def produce_item(self, index: int) -> bytes | bytearray | memoryview:
+    def produce_item(self, index: int) -> bytes:
         """Return one tensor in the form that NVFlare's own receivers take."""
-        return self._payload.nvflare_item(index)
+        return bytes(self._payload.nvflare_item(index))
 
     def produce(self, state: dict[str, Any] | None, requester: str) -> tuple[str, Any, dict[str, Any]]:
         """Answer one request of NVFlare's protocol; see `Downloadable`."""
@@ -88,13 +88,13 @@ class PayloadDownloadable(Downloadable):
         # The receiver has the previous items, or it would not ask for more.
         before = self._slots.get(requester)
         self._slots[requester] = self._runtime.throttle.acquire(self._payload.nvflare_item_nbytes(start), after=before)
-        items = [self.produce_item(start)]
+        items = [self._payload.nvflare_item(start)]
         total = len(items[0])
         while start + len(items) < self.size:
             total += self._payload.nvflare_item_nbytes(start + len(items))
             if total >= self.max_chunk_size:
                 break
-            items.append(self.produce_item(start + len(items)))
+            items.append(self._payload.nvflare_item(start + len(items)))
         return ProduceRC.OK, items, {_nvflare_private.START: start, _nvflare_private.COUNT: len(items)}
 
     def _note_request(self, requester: str, item: int) -> None:

@@ -2,7 +2,7 @@
 """Received tensors on disk: a few safetensors files, each valid on its own.
 
 If the sender lists all shapes first, the headers are exact and segments are written in any order. If tensors arrive one
-by one, each shard reserves room for its header, and the next shard reserves more.
+by one, each shard reserves room for its header, and the next shard reserves more; a file is valid after each tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nvflare_lazy.errors import ProtocolError
-from nvflare_lazy.formats.safetensors.header import encode_header
+from nvflare_lazy.formats.safetensors.header import GrowingHeader, encode_header
 from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:
@@ -193,7 +193,8 @@ class _OpenShard:
         self._room = room
         self._taken = 0
         self._end = room
-        self._header: list[tuple[str, str, tuple[int, ...]]] = []
+        self._header = GrowingHeader(room, "the received tensors")
+        self.file.pwrite(self._header.empty, 0)
         self._tensors: list[tuple[str, Any, tuple[int, ...], int, int]] = []
 
     def has_room(self, header_bytes: int) -> bool:
@@ -204,14 +205,12 @@ class _OpenShard:
     ) -> None:
         if len(data):
             self.file.pwrite(data, self._end)
-        self._header.append((name, *_in_format(backend, dtype, shape, len(data))))
+        self.file.pwrite(*self._header.append(name, *_in_format(backend, dtype, shape, len(data))))
         self._tensors.append((name, dtype, shape, self._end, len(data)))
         self._end += len(data)
         self._taken += header_bytes
 
     def finish(self, backend: ArrayBackend) -> dict[str, Any]:
-        header, _ = encode_header(self._header, where="the received tensors", room=self._room)
-        self.file.pwrite(header, 0)
         file = self.file.finish()
         return {
             name: backend.lazy(FileSource(file, at, nbytes), dtype, shape)

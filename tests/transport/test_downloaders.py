@@ -78,11 +78,17 @@ def test_stock_calls(tmp_path):
     """What NVFlare's own consumer is used for works the same: files by name for a `LazyTensorDict`."""
     consumer = DiskTensorConsumer(str(tmp_path))
     result = consumer.consume_items([item(a=torch.ones(3)), item(b=torch.zeros(2))], None)
-    consumer.release()
-    consumer.cleanup()
+    # Its files are valid at once, and after each further call.
     tensors = LazyTensorDict(result, str(tmp_path))
     assert torch.equal(tensors["a"], torch.ones(3))
+    more = consumer.consume_items([item(c=torch.full((4,), 7.0))], dict(result))
+    assert torch.equal(LazyTensorDict(more)["c"], torch.full((4,), 7.0))
+    (path,) = {path for path, _ in more.values()}
+    assert safetensors.torch.load_file(path).keys() == {"a", "b", "c"}
     assert torch.equal(tensors["b"], torch.zeros(2))
+    consumer.release()
+    consumer.cleanup()
+    assert torch.equal(tensors["a"], torch.ones(3))
     tensors.cleanup()
     assert not tmp_path.exists()
 
@@ -197,6 +203,8 @@ def test_items_are_as_nvflare_makes_them():
     for data in items_of(TensorDownloadable(tensors, 1 << 20)):
         got |= safetensors.torch.load(bytes(data))
     assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
+    made = TensorDownloadable(tensors, 1 << 20)
+    assert torch.equal(safetensors.torch.load(made.produce_item(3))["d"], tensors["d"])
 
 
 def test_chunks():

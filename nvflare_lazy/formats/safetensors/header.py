@@ -183,7 +183,6 @@ def encode_header(
     metadata: Mapping[str, str] | None = None,
     *,
     where: str,
-    room: int | None = None,
 ) -> tuple[bytes, dict[str, StoredTensor]]:
     """Write the beginning of a file, up to its data, by the rules by which `parse_header` reads it.
 
@@ -191,7 +190,6 @@ def encode_header(
         tensors: Name, dtype as the format calls it, and shape of each tensor, in the order of their bytes.
         metadata: Text to store with them.
         where: What the file is, for messages.
-        room: The number of bytes to fill, with spaces if the header is shorter. Default: the size of the header.
 
     Returns:
         The bytes, and the tensors by name with their positions in the file.
@@ -213,11 +211,10 @@ def encode_header(
         found = known.get((dtype, tuple(shape)))
         if found is None:
             kind = _kind(dtype, [*shape], where, name)
-            text = f'"dtype":"{dtype}","shape":[{",".join(map(str, kind.shape))}]'
-            found = known[dtype, kind.shape] = kind, text
+            found = known[dtype, kind.shape] = kind, _geometry_text(kind)
         kind, text = found
         laid[name] = kind, begin
-        members.append(f'{_to_json(name)}:{{{text},"data_offsets":[{begin},{begin + kind.nbytes}]}}')
+        members.append(_member(name, text, begin, kind.nbytes))
         begin += kind.nbytes
     if begin > _MAX_COUNTABLE:
         raise SafetensorsError("size-overflow", f"{where}: {begin} bytes are more than can be counted in 63 bits")
@@ -227,9 +224,7 @@ def encode_header(
         data = f"{{{','.join(members)}}}".encode()
     except UnicodeEncodeError as error:
         raise UnserializableTensorError(f"{where}: a name or a piece of metadata cannot be written: {error}") from None
-    length = -(-len(data) // 8) * 8 if room is None else room - PREFIX_BYTES
-    if length < len(data):
-        raise AssertionError("more names than the room that was kept for them")
+    length = -(-len(data) // 8) * 8
     if length > MAX_HEADER_BYTES:
         raise SafetensorsError(
             "header-too-large", f"{where}: its header would have {length} bytes, the format allows 100 MB"
@@ -240,6 +235,45 @@ def encode_header(
         for name, (kind, begin) in laid.items()
     }
     return length.to_bytes(PREFIX_BYTES, "little") + data.ljust(length), contents
+
+
+class GrowingHeader:
+    """The header of a file to which tensors are appended: valid after each of them, in a fixed number of bytes.
+
+    Args:
+        room: The number of bytes up to the data; spaces fill what is free.
+        where: What the file is, for messages.
+    """
+
+    def __init__(self, room: int, where: str) -> None:
+        self.empty = (room - PREFIX_BYTES).to_bytes(PREFIX_BYTES, "little") + b"{}".ljust(room - PREFIX_BYTES)
+        self._room = room
+        self._where = where
+        self._at = PREFIX_BYTES + 1
+        self._begin = 0
+
+    def append(self, name: str, dtype: str, shape: Sequence[int]) -> tuple[bytes, int]:
+        """Return the bytes that add a tensor to the header, and their position in the file."""
+        if name == METADATA_KEY:
+            raise MetadataMismatchError(f"{self._where}: {quoted(name)} is the metadata's own name")
+        kind = _kind(dtype, [*shape], self._where, name)
+        member = _member(name, _geometry_text(kind), self._begin, kind.nbytes)
+        try:
+            data = f"{',' if self._at > PREFIX_BYTES + 1 else ''}{member}}}".encode()
+        except UnicodeEncodeError as error:
+            raise UnserializableTensorError(f"{self._where}: a name cannot be written: {error}") from None
+        at, self._begin = self._at, self._begin + kind.nbytes
+        self._at += len(data) - 1
+        assert self._at < self._room
+        return data, at
+
+
+def _geometry_text(kind: _Kind) -> str:
+    return f'"dtype":"{kind.row.name}","shape":[{",".join(map(str, kind.shape))}]'
+
+
+def _member(name: str, geometry: str, begin: int, nbytes: int) -> str:
+    return f'{_to_json(name)}:{{{geometry},"data_offsets":[{begin},{begin + nbytes}]}}'
 
 
 def end_of(contents: Mapping[str, StoredTensor], data_start: int = 0) -> int:

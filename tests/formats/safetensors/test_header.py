@@ -16,6 +16,7 @@ from safetensors import SafetensorError, deserialize
 from nvflare_lazy.errors import FormatError, SafetensorsError, SafetensorsRule, SaveError
 from nvflare_lazy.formats.safetensors import _strict_json
 from nvflare_lazy.formats.safetensors.header import (
+    GrowingHeader,
     encode_header,
     header_length,
     parse_header,
@@ -216,13 +217,23 @@ def test_the_writer_checks_names(names: list[str]) -> None:
         encode_header([(name, "U8", [1]) for name in names], where="m")
 
 
-def test_room_for_a_header() -> None:
-    """A header may be followed by spaces up to a given size, and must fit in it."""
-    start, contents = encode_header([("a", "U8", [3])], where="m", room=128)
-    assert (len(start), contents["a"].offset) == (128, 128)
-    assert parse_message(start + b"abc", "m").tensors == contents
-    with pytest.raises(AssertionError, match="more names than the room"):
-        encode_header([("a", "U8", [3])], where="m", room=40)
+def test_growing_header() -> None:
+    """A header to which tensors are added is valid after each of them, in the same room, and must fit in it."""
+    header, data = GrowingHeader(128, "m"), b""
+    start = bytearray(header.empty)
+    assert parse_message(start, "m").tensors == {}
+    for name, value in (("a", b"abc"), ('"é', b"de")):
+        added, at = header.append(name, "U8", [len(value)])
+        start[at : at + len(added)] = added
+        data += value
+        assert len(start) == 128
+        stored = parse_message(start + data, "m").tensors[name]
+        assert (start + data)[stored.offset : stored.offset + stored.nbytes] == value
+    for name in ("__metadata__", "\ud800"):
+        with pytest.raises(SaveError):
+            header.append(name, "U8", [1])
+    with pytest.raises(AssertionError):
+        header.append("c", "U8", [1])
 
 
 def test_white_space_inside() -> None:
