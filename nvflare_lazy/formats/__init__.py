@@ -8,18 +8,27 @@ from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.open_checkpoint import open
 from nvflare_lazy.formats.pytorch import LazyDataSource, LegacyMultiStorageSource, ZipSource, open_pytorch
 from nvflare_lazy.formats.safetensors.header import SafetensorsHeader, parse_message, read_header
-from nvflare_lazy.formats.safetensors.layout import StateDictMeta, TensorMeta
+from nvflare_lazy.formats.safetensors.layout import (
+    DTYPE_ELEMENT_SIZE,
+    DTYPE_TO_SAFETENSORS,
+    StateDictMeta,
+    StateDictMetaItem,
+    TensorMeta,
+)
 from nvflare_lazy.formats.safetensors.reader import open_safetensors
 from nvflare_lazy.formats.safetensors.writer import StreamingWriter
 from nvflare_lazy.formats.save_checkpoint import collect_state_dict_meta, save, save_safetensors_streaming
 from nvflare_lazy.tensors.tensor_file import StoredTensor
 
 __all__ = [
+    "DTYPE_ELEMENT_SIZE",
+    "DTYPE_TO_SAFETENSORS",
     "LazyDataSource",
     "LazyTensorDict",
     "LegacyMultiStorageSource",
     "SafetensorsHeader",
     "StateDictMeta",
+    "StateDictMetaItem",
     "StoredTensor",
     "StreamingWriter",
     "TensorMeta",

@@ -21,8 +21,14 @@ from nvflare_lazy.errors import (
     UnsupportedTensorError,
 )
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
-from nvflare_lazy.formats.safetensors.layout import StateDictMeta, TensorMeta, in_file_order
-from nvflare_lazy.formats.safetensors.writer import StreamingWriter
+from nvflare_lazy.formats.safetensors.layout import (
+    StateDictMeta,
+    StateDictMetaItem,
+    TensorMeta,
+    in_file_order,
+    to_tensor_metas,
+)
+from nvflare_lazy.formats.safetensors.writer import StreamingWriter, checkpoint_path
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.converted_sources import CastSource, check_cast
 from nvflare_lazy.tensors.entry import entry_of, geometry_of
@@ -123,7 +129,7 @@ def _check_repetition(tensors: LazyTensorDict, path: str) -> None:
 def save_safetensors_streaming(
     tensor_iter: Iterable[tuple[str, torch.Tensor]],
     filepath: str | os.PathLike[str],
-    state_dict_meta: Iterable[TensorMeta],
+    state_dict_meta: Iterable[StateDictMetaItem],
     *,
     rename: bool = True,
 ) -> str:
@@ -132,22 +138,22 @@ def save_safetensors_streaming(
     Args:
         tensor_iter: Names and tensors, in the promised order.
         filepath: The file.
-        state_dict_meta: What will come. A tensor that is short, surplus, renamed, reshaped or retyped against it
-            raises a `MetadataMismatchError`, and there is no file.
+        state_dict_meta: Name, dtype and shape of each tensor; a dtype may be torch's or have torch's name. A tensor
+            that is missing, surplus, renamed, reshaped or retyped raises `MetadataMismatchError`, without a file.
         rename: Whether the file is to appear as `filepath`, with its bytes on the disk. Otherwise it appears as
             `filepath` + ".tmp", and flushing and renaming it is left to the caller.
 
     Returns:
-        The path of the file that was written.
+        The path of the file that was written, relative if `filepath` is.
 
     Example:
         >>> meta = collect_state_dict_meta(model.state_dict().items())
         >>> save_safetensors_streaming(model.state_dict().items(), "model.safetensors", meta)
     """
     target = os.fspath(filepath) if rename else f"{os.fspath(filepath)}.tmp"
-    state_dict_meta = list(state_dict_meta)
-    with StreamingWriter(target, state_dict_meta, fsync=rename) as writer:
-        expected = iter(state_dict_meta)
+    path, metas = checkpoint_path(target), to_tensor_metas(state_dict_meta)
+    with StreamingWriter(target, metas, fsync=rename) as writer:
+        expected = iter(metas)
         for name, tensor in tensor_iter:
             promise = next(expected, None)
             if promise is None:
@@ -157,7 +163,7 @@ def save_safetensors_streaming(
         missing = next(expected, None)
         if missing is not None:
             raise MetadataMismatchError(f"{target}: {quoted(missing.name)} and the tensors after it never arrived")
-    return writer.path
+    return path
 
 
 def collect_state_dict_meta(tensor_iter: Iterable[tuple[str, torch.Tensor]]) -> StateDictMeta:

@@ -82,6 +82,16 @@ def by_name(name: str) -> ElementType | None:
     return _BY_NAME.get(name)
 
 
+def by_spelling(spelling: object) -> ElementType | None:
+    """Return the row of a type in any spelling: "BF16", "bf16", "bfloat16", "torch.bfloat16", `torch.bfloat16`."""
+    if isinstance(spelling, torch.dtype):
+        return _BY_TORCH.get(spelling)
+    if not isinstance(spelling, str):
+        return None
+    named = getattr(torch, spelling.removeprefix("torch."), None)
+    return _BY_NAME.get(spelling.upper()) or (_BY_TORCH.get(named) if isinstance(named, torch.dtype) else None)
+
+
 def by_torch(dtype: torch.dtype) -> ElementType:
     """Return the row of a torch dtype."""
     try:

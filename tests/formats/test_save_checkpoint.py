@@ -23,7 +23,16 @@ from nvflare_lazy.errors import (
     UnserializableTensorError,
     UnsupportedDtypeError,
 )
-from nvflare_lazy.formats import TensorMeta, collect_state_dict_meta, open_safetensors, save, save_safetensors_streaming
+from nvflare_lazy.formats import (
+    DTYPE_ELEMENT_SIZE,
+    DTYPE_TO_SAFETENSORS,
+    StateDictMetaItem,
+    TensorMeta,
+    collect_state_dict_meta,
+    open_safetensors,
+    save,
+    save_safetensors_streaming,
+)
 from nvflare_lazy.formats.safetensors.header import encode_header
 from nvflare_lazy.formats.safetensors.layout import split_into_shards
 from nvflare_lazy.tensors.byte_source import MemorySource
@@ -312,6 +321,27 @@ def test_streaming(tmp_path: Path) -> None:
     assert collect_state_dict_meta(STREAM) == [(name, dtype, tuple(shape)) for name, dtype, shape in META]
     save(dict(STREAM), tmp_path / "whole")
     assert path.read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+@pytest.mark.parametrize("make", [tuple, lambda item: TensorMeta(*item)], ids=["tuple", "TensorMeta"])
+def test_streaming_with_any_spelling_of_a_dtype(tmp_path: Path, monkeypatch, make) -> None:
+    """Metadata may be plain tuples, with a dtype of torch, its name or the format's; a relative path is returned."""
+    monkeypatch.chdir(tmp_path)
+    tensor = torch.ones(2, 3, dtype=torch.bfloat16)
+    for spelling in (torch.bfloat16, "torch.bfloat16", "bfloat16", "BF16", "bf16"):
+        meta: list[StateDictMetaItem] = [make(("w", spelling, (2, 3)))]
+        assert save_safetensors_streaming([("w", tensor)], "m.safetensors", meta) == "m.safetensors"
+        assert torch.equal(load_file("m.safetensors")["w"], tensor)
+    assert save_safetensors_streaming([("w", tensor)], "m", meta, rename=False) == "m.tmp"
+    with pytest.raises(MetadataMismatchError, match="came as BF16, promised as F16"):
+        save_safetensors_streaming([("w", tensor)], "m.safetensors", [make(("w", "half", (2, 3)))])
+
+
+def test_tables_of_dtypes() -> None:
+    """The names and sizes of all types, as the saver that first had these tables has them, and more."""
+    assert DTYPE_TO_SAFETENSORS[torch.bfloat16] == "BF16"
+    for dtype, name in DTYPE_TO_SAFETENSORS.items():
+        assert DTYPE_ELEMENT_SIZE.get(name, dtype.itemsize) == dtype.itemsize
 
 
 def test_streaming_without_the_last_rename(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.tensor_file import TensorFile
@@ -60,7 +61,25 @@ class LegacyMultiStorageSource(LazyDataSource):
         return list(self._storages)
 
     def _storage(self, key: str) -> ByteSource | None:
-        return self._storages.get(key)
+        return self._storages.get(key.rpartition("/")[2])
+
+    def set_storage_keys(self, keys: Sequence[str]) -> None:
+        """Check the order of the storages, which the file itself states.
+
+        Raises:
+            PyTorchCheckpointError: The file has other keys, or another order.
+        """
+        found = self.keys()
+        if list(keys) != found:
+            raise PyTorchCheckpointError(f"{self.path} has the storages {quoted(found)}, not {quoted(list(keys))}")
+
+    def track_storage_usage(self, storage_key: str, offset: int, size: int) -> None:
+        """Check that a tensor's bytes are within its storage, whose boundaries the file itself states.
+
+        Raises:
+            ValueError: They are not.
+        """
+        self.storage(storage_key).slice(offset, size)
 
     def _unpickle(self, stream: PickleStream) -> object:
         return unpickle(stream, self._load_id)

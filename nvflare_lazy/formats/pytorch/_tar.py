@@ -68,7 +68,7 @@ class TarSource(LazyDataSource):
         return list(self._storages)
 
     def _storage(self, key: str) -> ByteSource | None:
-        return self._storages.get(key)
+        return self._storages.get(key.rpartition("/")[2])
 
     def _unpickle(self, stream: PickleStream) -> object:
         return unpickle(stream, self._load_id)

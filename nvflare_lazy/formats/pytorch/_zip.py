@@ -49,8 +49,11 @@ class ZipSource(LazyDataSource):
 
     def __init__(self, path: str | os.PathLike[str], file: TensorFile | None = None) -> None:
         super().__init__(path, file)
-        records = read_directory(self.file)
+        if bytes(FileSource(self.file, 0, min(2, self.file.size)).read()) != MAGIC[:2]:
+            raise ArchiveError(f"{self.path} is not a zip archive; open_pytorch() opens checkpoints of every kind")
+        records = self._files = read_directory(self.file)
         root = self._root(records)
+        self._root_directory = root
         self._records = {name.removeprefix(root): record for name, record in records.items() if name.startswith(root)}
         self._check_kind()
         self.swapped = self._byte_order() != sys.byteorder
@@ -63,8 +66,33 @@ class ZipSource(LazyDataSource):
         return [name.removeprefix(_STORAGES) for name in self._records if name.startswith(_STORAGES)]
 
     def _storage(self, key: str) -> ByteSource | None:
-        record = self._records.get(_STORAGES + key)
+        record = self._records.get(_STORAGES + key) or self._find_file(key, _STORAGES)
         return None if record is None else FileSource(self.file, record.offset, record.nbytes)
+
+    def _find_file(self, name: str, folder: str = "") -> ZipRecord | None:
+        """Return the record of a name, with the root directory of the archive or without, if it is in a folder."""
+        name = name.removeprefix(self._root_directory)
+        return self._records.get(name) if name.startswith(folder) else None
+
+    def contains(self, key: str) -> bool:
+        """Whether there is a storage of this key, or a file of this full name in the archive."""
+        return key in self._files or super().contains(key)
+
+    def data_files(self) -> list[str]:
+        """Return the full names of the storages in the archive."""
+        return [f"{self._root_directory}{_STORAGES}{key}" for key in self.keys()]
+
+    def read_file(self, name: str) -> bytearray:
+        """Return all bytes of a file in the archive, such as "model/data.pkl", or of a storage."""
+        return self._file(name).read()
+
+    def read_file_range(self, name: str, offset: int, length: int) -> bytearray:
+        """Return `length` bytes of a file in the archive, starting at `offset`."""
+        return self._file(name).read(offset, length)
+
+    def _file(self, name: str) -> ByteSource:
+        record = self._files.get(name)
+        return self.storage(name) if record is None else FileSource(self.file, record.offset, record.nbytes)
 
     def _load_id(self, persistent_id: object) -> object:
         if type(persistent_id) is not tuple or len(persistent_id) != 5 or persistent_id[0] != "storage":

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class LazyDataSource(ABC):
     """The storages of a checkpoint on one shared descriptor.
 
+    A storage is found by its key ("0") or by its name in the archive ("model/data/0", "data/0").
+
     Example:
         >>> data = LazyDataSource.from_zip("model.pt")
         >>> data.keys()
@@ -87,6 +89,6 @@ class LazyDataSource(ABC):
         """Return all bytes of a storage, as they are in the file."""
         return self.storage(key).read()
 
-    def read_range(self, key: str, offset: int, count: int) -> bytearray:
-        """Return `count` bytes of a storage, starting at `offset`, as they are in the file."""
-        return self.storage(key).read(offset, count)
+    def read_range(self, key: str, offset: int, length: int) -> bytearray:
+        """Return `length` bytes of a storage, starting at `offset`, as they are in the file."""
+        return self.storage(key).read(offset, length)

@@ -8,8 +8,10 @@ of arrival.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import torch
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import SafetensorsError
@@ -27,7 +29,8 @@ class TensorMeta(NamedTuple):
 
     Attributes:
         name: Its name.
-        dtype: Its type as a safetensors header calls it, for example "BF16".
+        dtype: Its type as a safetensors header calls it, for example "BF16"; functions that take metadata also accept
+            torch's types and their names.
         shape: Its shape in elements of the format, even if torch counts pairs of them.
     """
 
@@ -49,6 +52,25 @@ class TensorMeta(NamedTuple):
 
 #: The promised tensors of a file, in the order in which they arrive.
 StateDictMeta = list[TensorMeta]
+#: What functions accept for one of them: a plain tuple, with the type in any spelling.
+StateDictMetaItem = TensorMeta | tuple[str, str | torch.dtype, Sequence[int]]
+#: What a header calls each of torch's types.
+DTYPE_TO_SAFETENSORS: dict[torch.dtype, str] = {
+    row.torch: row.name for row in dtypes.ELEMENT_TYPES if row.torch is not None and row.name is not None
+}
+#: The bytes of one element, for types of whole bytes.
+DTYPE_ELEMENT_SIZE: dict[str, int] = {
+    row.name: row.bits // 8 for row in dtypes.ELEMENT_TYPES if row.name is not None and row.bits % 8 == 0
+}
+
+
+def to_tensor_metas(items: Iterable[StateDictMetaItem]) -> StateDictMeta:
+    """Return metadata with the types as a header calls them; an unknown type remains, for the header's own error."""
+    metas = []
+    for name, dtype, shape in items:
+        row = dtypes.by_spelling(dtype)
+        metas.append(TensorMeta(name, str(dtype) if row is None or row.name is None else row.name, shape))
+    return metas
 
 
 def in_file_order(state_dict_meta: Sequence[TensorMeta]) -> StateDictMeta:

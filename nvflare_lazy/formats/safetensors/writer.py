@@ -23,18 +23,19 @@ from nvflare_lazy.formats.atomic_file import AtomicFile
 from nvflare_lazy.formats.hugging_face.model_directory import WEIGHTS_NAME, ModelDirectory
 from nvflare_lazy.formats.safetensors._copy import TILE_BYTES, copy_into
 from nvflare_lazy.formats.safetensors.header import encode_header, end_of
-from nvflare_lazy.formats.safetensors.layout import TensorMeta, in_file_order, split_into_shards
+from nvflare_lazy.formats.safetensors.layout import TensorMeta, in_file_order, split_into_shards, to_tensor_metas
 from nvflare_lazy.formats.safetensors.shards import SUFFIX, index_path
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.strided_source import StridedSource
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from typing_extensions import Buffer, Self
 
+    from nvflare_lazy.formats.safetensors.layout import StateDictMetaItem
     from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.tensor_file import StoredTensor
 
@@ -78,7 +79,7 @@ class StreamingWriter:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        state_dict_meta: Sequence[TensorMeta],
+        state_dict_meta: Iterable[StateDictMetaItem],
         *,
         metadata: Mapping[str, str] | None = None,
         max_shard_size: int | str | None = None,
@@ -100,7 +101,7 @@ class StreamingWriter:
         self._made_directories = [] if file == os.fspath(path) else _make_directories(os.path.dirname(self.path))
         with ExitStack() as undo:
             undo.callback(self.abort)
-            for shard in _shards(self.path, state_dict_meta, max_shard_size):
+            for shard in _shards(self.path, to_tensor_metas(state_dict_meta), max_shard_size):
                 self._start_file(shard)
             undo.pop_all()
 

@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from nvflare_lazy.errors import PyTorchCheckpointError
+from nvflare_lazy.errors import ArchiveError, PyTorchCheckpointError
 from nvflare_lazy.formats.pytorch import (
     LazyDataSource,
     LegacyMultiStorageSource,
@@ -74,6 +74,47 @@ def test_ranges_that_are_not_there(kind, saved):
     for offset, count in ((0, size + 1), (size, 1), (-1, 2)):
         with pytest.raises(ValueError, match="outside"):
             data.read_range(key, offset, count)
+
+
+def test_names_in_the_archive(kind, saved):
+    """A storage has its key and the names that other readers of checkpoints use for it; `length` is a keyword."""
+    data = KINDS[kind][1](saved[0])
+    key = data.keys()[0]
+    names = [f"data/{key}"] if kind != "zip" else [f"data/{key}", f"model/data/{key}"]
+    for name in names:
+        assert data.contains(name)
+        assert data.read(name) == data.read(key)
+        assert data.read_range(name, offset=4, length=6) == data.read_range(key, 4, 6)
+
+
+def test_files_of_an_archive(tmp_path):
+    """The files of a zip by their full names, as other readers list them, with the pickle but not among the data."""
+    files.save_zip({"a": torch.arange(100.0), "b": torch.arange(7)}, tmp_path / "z.pt")
+    data = ZipSource(tmp_path / "z.pt")
+    assert data.data_files() == ["z/data/0", "z/data/1"]
+    assert data.contains("z/data.pkl")
+    assert data.read_file("z/data.pkl")[:2] == b"\x80\x02"
+    assert data.read_file("z/data/0") == data.read("0")
+    assert data.read_file_range("z/data/0", offset=8, length=4) == data.read("0")[8:12]
+    for name in ("y/data/0", "z/data/9"):
+        assert not data.contains(name)
+        with pytest.raises(PyTorchCheckpointError, match="has no storage"):
+            data.read_file(name)
+
+
+def test_storages_of_a_legacy_file(tmp_path):
+    """The file states keys and boundaries: those of a caller are compared with it."""
+    files.save_legacy({"a": torch.arange(100.0), "b": torch.arange(7)}, tmp_path / "model.pt")
+    data = LegacyMultiStorageSource(tmp_path / "model.pt")
+    keys = data.keys()
+    data.set_storage_keys(keys)
+    data.track_storage_usage(keys[0], 0, len(data.read(keys[0])))
+    with pytest.raises(PyTorchCheckpointError, match="has the storages"):
+        data.set_storage_keys(keys[::-1])
+    with pytest.raises(ValueError, match="outside"):
+        data.track_storage_usage(keys[0], 8, len(data.read(keys[0])))
+    with pytest.raises(ArchiveError, match="is not a zip archive"):
+        ZipSource(tmp_path / "model.pt")
 
 
 def test_one_descriptor_for_everything(kind, saved):
