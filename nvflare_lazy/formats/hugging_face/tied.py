@@ -52,7 +52,6 @@ _TIES = (
     _Ties(r"DistilBertForMaskedLM", _WORDS, ("vocab_projector.weight",)),
     _Ties(r"ElectraForMaskedLM", _WORDS, ("generator_lm_head.weight",)),
     _Ties(r"ModernBertForMaskedLM", r"model\.embeddings\.tok_embeddings\.weight", ("decoder.weight",)),
-    _Ties(r"GPTNeoXForCausalLM", r"gpt_neox\.embed_in\.weight", ("embed_out.weight",)),
 )
 _OTHERS = _Ties(
     r"\w+(?:ForCausalLM|LMHeadModel|ForConditionalGeneration)",

@@ -363,7 +363,6 @@ def test_tied_names_are_those_of_the_models(tmp_path):
     bart = {"vocab_size": 96, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
     bart.update(decoder_attention_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=1, decoder_start_token_id=1)
     for name, config, settings in (
-        ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**words, "intermediate_size": 32, "tie_word_embeddings": True}),
         ("OPTForCausalLM", "OPTConfig", {**words, "word_embed_proj_dim": 32, "ffn_dim": 32}),
         ("Qwen2ForSequenceClassification", "Qwen2Config", {**words, "num_key_value_heads": 2, "intermediate_size": 32}),
         ("BertForMaskedLM", "BertConfig", words),

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -33,12 +34,12 @@ def test_libraries(tmp_path, transformers):
         pins = [line for line in pins if not UNPINNED.match(line)]
     (tmp_path / "constraints.txt").write_text("\n".join(pins))
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "-c", tmp_path / "constraints.txt"]
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
     subprocess.run([*pip, transformers, "accelerate", "peft"], check=True)
-    subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow", LIBRARIES, JOBS],
-        check=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
-    )
+    # The path of a socket in it must be short.
+    with tempfile.TemporaryDirectory() as temporary:
+        subprocess.run(
+            [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow", LIBRARIES, JOBS],
+            check=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": temporary},
+        )
