@@ -11,7 +11,8 @@ import threading
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
-from nvflare.fuel.f3.streaming.download_service import Downloadable, ProduceRC
+from nvflare.fuel.f3.streaming.cacheable import CacheableObject
+from nvflare.fuel.f3.streaming.download_service import ProduceRC
 
 from nvflare_lazy.errors import PeerLostError, ProtocolError
 from nvflare_lazy.tensors.byte_source import MemorySource
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from nvflare_lazy.transport.offload import TransferRuntime
 
 
-class PayloadDownloadable(Downloadable):
+class PayloadDownloadable(CacheableObject):
     """Named values of one backend, to be downloaded by any number of receivers.
 
     Tensors that together stay below `max_chunk_size` go in one message to a receiver without this package. Requests for
-    segments are answered on `cell`; without it, no segments are offered.
+    segments are answered on `cell`; without it, no segments are offered. Of NVFlare's base class, it uses no cache.
     """
 
     def __init__(
@@ -43,12 +44,8 @@ class PayloadDownloadable(Downloadable):
         cell: Any = None,
         runtime: TransferRuntime | None = None,
     ) -> None:
-        super().__init__(values)
-        if max_chunk_size < 0:
-            raise ValueError(f"max_chunk_size must not be negative, and is {max_chunk_size}")
-        self.max_chunk_size = max_chunk_size
-        self.size = len(values)
         self._payload = Payload(values, backend)
+        super().__init__(values, max_chunk_size)
         self._cell = cell
         self._runtime = runtime or offload.runtime
         self._ref_id: str | None = None
@@ -63,7 +60,11 @@ class PayloadDownloadable(Downloadable):
 
     def get_item_count(self) -> int:
         """Return the number of tensors."""
-        return self.size
+        return len(self._payload.names)
+
+    def get_item_size(self, index: int) -> int:
+        """Return about how many bytes an item has, without making it."""
+        return self._payload.nvflare_item_nbytes(index)
 
     def produce_item(self, index: int) -> bytes:
         """Return one tensor in the form that NVFlare's own receivers take."""
@@ -110,6 +111,9 @@ class PayloadDownloadable(Downloadable):
         """Count a download by a process behind a forwarding hop for the hop, if the hop was expected."""
         if self._ref_id is not None:
             _nvflare_private.finish_for_ancestor(self._ref_id, to_receiver, status)
+
+    def downloaded_to_all(self) -> None:
+        """Do nothing: nothing is cached."""
 
     def transaction_done(self, transaction_id: str, status: str) -> None:
         """Answer no more requests."""

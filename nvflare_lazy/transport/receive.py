@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nvflare.apis.signal import Signal
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
-from nvflare.fuel.f3.streaming.download_service import Consumer, download_object
+from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
+from nvflare.fuel.f3.streaming.download_service import download_object
 
 from nvflare_lazy._text import get_logger
 from nvflare_lazy.errors import (
@@ -92,7 +93,7 @@ class RemotePayload:
             raise TransferAbortedError(f"the transfer from {self.from_fqcn} was cancelled{why}")
 
 
-class PayloadConsumer(Consumer):
+class PayloadConsumer(ItemConsumer):
     """Receives one payload; subclasses decide where to.
 
     Attributes:

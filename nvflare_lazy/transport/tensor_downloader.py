@@ -161,6 +161,7 @@ def download_tensors_to_disk(
 
 __all__ = [
     "DiskTensorConsumer",
+    "LazyTensorDict",
     "TensorConsumer",
     "TensorDownloadable",
     "add_tensors",

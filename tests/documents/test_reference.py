@@ -146,6 +146,29 @@ def test_names_of_transport():
         assert [name for name in names if not hasattr(found, name)] == []
 
 
+ORIGINAL_NAMES = {
+    "nvflare_lazy.transport.tensor_downloader": (
+        *("TensorDownloadable", "TensorConsumer", "DiskTensorConsumer", "LazyTensorDict", "add_tensors"),
+        *("download_tensors", "download_tensors_to_disk", "cleanup_active_disk_tensor_downloads"),
+    ),
+    "nvflare_lazy.transport.via_downloader": (
+        *("LazyDownloadRef", "LazyDownloadRefDecomposer", "clear_download_initiated", "was_download_initiated"),
+    ),
+    "nvflare_lazy.formats": (
+        *("save_safetensors_streaming", "collect_state_dict_meta", "TensorMeta", "StateDictMeta", "StateDictMetaItem"),
+        *("DTYPE_TO_SAFETENSORS", "DTYPE_ELEMENT_SIZE", "LazyDataSource", "ZipSource", "LegacyMultiStorageSource"),
+    ),
+}
+
+
+def test_original_names():
+    """Each original name is in one module, which the table names together with the differences."""
+    modules = {words(row[1])[0] for row in rows(sections("reference/python-api.md")["Original names"])}
+    assert modules == set(ORIGINAL_NAMES)
+    for module, names in ORIGINAL_NAMES.items():
+        assert [name for name in names if not hasattr(import_module(module), name)] == []
+
+
 def test_errors():
     """Every error that a user can meet, and every rule of safetensors, is in the tables of troubleshooting."""
     text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")

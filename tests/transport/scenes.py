@@ -310,6 +310,29 @@ def materialize_by_nvflare(state: State) -> bool:
     return found and not contains_lazy_download_ref(state.payloads[-1])
 
 
+def pickle_references(state: State) -> None:
+    """Replace the references of the last payload by what pickling makes of them."""
+    import pickle
+
+    from nvflare_lazy.transport.via_downloader import LazyDownloadRef, LazyDownloadRefDecomposer
+
+    model = state.payloads[-1]["model"]
+    for name, ref in model.items():
+        copy = model[name] = pickle.loads(pickle.dumps(ref))
+        assert type(copy) is type(ref) is LazyDownloadRef
+        assert (copy.fqcn, copy.ref_id, copy.item_id, copy.dot) == (ref.fqcn, ref.ref_id, ref.item_id, ref.dot)
+        assert (copy.dtype, copy.shape, copy.secure) == (ref.dtype, ref.shape, ref.secure)
+    assert copy.materialize(state.cell).shape == ref.shape
+    encoded = LazyDownloadRefDecomposer().decompose(lazy=copy, manager=_manager())
+    assert encoded["lazy_dot"] == ref.dot
+
+
+def _manager() -> Any:
+    from nvflare.fuel.utils.fobs.datum import DatumManager
+
+    return DatumManager(fobs_ctx={})
+
+
 def change_in_place(state: State) -> None:
     """Write to each number of the last payload, as a filter that adds noise does."""
     for value in state.payloads[-1]["model"].values():

@@ -11,6 +11,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+from nvflare.fuel.f3.streaming.cacheable import CacheableObject, ItemConsumer
 from nvflare.fuel.f3.streaming.download_service import DownloadService, DownloadStatus, ProduceRC
 from nvflare.fuel.f3.streaming.obj_downloader import ObjectDownloader
 
@@ -205,6 +206,15 @@ def test_items_are_as_nvflare_makes_them():
     assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
     made = TensorDownloadable(tensors, 1 << 20)
     assert torch.equal(safetensors.torch.load(made.produce_item(3))["d"], tensors["d"])
+
+
+def test_bases():
+    """Code that knows NVFlare's base classes takes ours for what they are."""
+    made = TensorDownloadable({"a": torch.zeros(3)}, 1000)
+    assert isinstance(made, CacheableObject)
+    assert (made.size, made.get_item_count(), made.get_item_size(0)) == (1, 1, 12)
+    assert issubclass(DiskTensorConsumer, ItemConsumer)
+    assert isinstance(TensorConsumer(), ItemConsumer)
 
 
 def test_chunks():

@@ -111,6 +111,14 @@ def test_recognised_by_nvflare(net, backend, to_disk):
     net["site_1"].call(scenes.offload, False)
 
 
+def test_pickled_references(net):
+    """A reference in another process is the same one; it is read and sent on there as here."""
+    send(net, "server", "site_1", "torch", kind="odd", pass_through=True)
+    net["site_1"].call(scenes.pickle_references)
+    forward(net, "site_1", "site_2")
+    assert net["site_2"].call(scenes.compare, "torch", "odd", False) == []
+
+
 def test_hop_memory(net):
     """A gigabyte over a hop leaves no trace in the hop's memory."""
     net["server"].call(scenes.make_model, 1024, 64)
