@@ -72,3 +72,24 @@ def test_quantized_results(run_job: JobRunner):
         value = next_global(value, [1, 2]).astype(np.float32)
     assert saved["layer00001"].dtype == torch.float32
     assert np.allclose(saved["layer00001"].numpy(), value, rtol=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["pytorch", "numpy"])
+def test_client_filter_that_writes_to_the_values(run_job: JobRunner, exchange: str):
+    """Results of external trainers reach a client's filter in memory, though everything else goes to disk."""
+    job = FLJob(
+        mode="level-3",
+        exchange=exchange,
+        model_mib=1,
+        tensors=4,
+        rounds=1,
+        external=True,
+        client_filters=({"path": "in_place.AddInPlace", "args": {"summand": 2.0}},),
+        files=(FILTERS / "in_place.py",),
+    )
+    result = run_job(job)
+    saved = nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors")
+    assert ulps(saved["layer00001"].numpy(), next_global(start(1, job.elements), [1, 2]) + 2.0) < 8
+    (record,) = records(result, "round")
+    assert record["aggregated"] == ["site-1", "site-2"]
