@@ -16,6 +16,8 @@ from nvflare_lazy.transport._received_files import AppendingShards, Preallocated
 from nvflare_lazy.transport.receive import PayloadConsumer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from nvflare_lazy.transport._backends import ArrayBackend
     from nvflare_lazy.transport.segments.manifest import Manifest
 
@@ -88,7 +90,12 @@ class DiskConsumer(PayloadConsumer):
         workflow_roots: Directories of NVFlare's workflows; the download ends when NVFlare removes one of them.
     """
 
-    def __init__(self, backend: ArrayBackend, place: ReceiveDirectory | str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        backend: ArrayBackend,
+        place: ReceiveDirectory | str | os.PathLike[str],
+        workflow_roots: Iterable[str] = (),
+    ) -> None:
         super().__init__(backend)
         self.directory: ReceiveDirectory = UnmanagedDirectory(place) if isinstance(place, (str, os.PathLike)) else place
         self.owner: object = self.directory
@@ -96,7 +103,7 @@ class DiskConsumer(PayloadConsumer):
         self._shards: AppendingShards | PreallocatedShards | None = None
         self._received: dict[str, Any] = {}
         self._cleaned = False
-        self.workflow_roots: set[str] = set()
+        self.workflow_roots = set(workflow_roots)
         _nvflare_private.add_disk_download(self)
 
     def consume_items(self, items: list[Any], result: Any) -> Any:

@@ -246,8 +246,8 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         scratch = mode.scratch
         if scratch is None:
             return None, receive(MemoryConsumer(self.backend), remote, progress_cb)
-        consumer = DiskConsumer(self.backend, scratch.download(label=from_fqcn))
-        consumer.workflow_roots = _nvflare_private.offload_roots(fobs_ctx or {})
+        roots = _nvflare_private.offload_roots(fobs_ctx or {})
+        consumer = DiskConsumer(self.backend, scratch.download(label=from_fqcn), roots)
         receive(consumer, remote, progress_cb)
         return None, consumer.values()
 

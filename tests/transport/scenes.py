@@ -446,6 +446,26 @@ def slow_down(state: State, seconds: float) -> None:
     PreallocatedShards.write = slow if seconds else write
 
 
+def end_downloads_as_nvflare_does(state: State) -> None:
+    """Wait for a download to disk, and end it as the end of NVFlare's swarm workflow does."""
+    from nvflare.app_common.utils.tensor_disk_offload_context import _TENSOR_DISK_OFFLOAD_ROOT_DIR
+    from nvflare.app_opt.pt import tensor_downloader
+
+    root = state.cell.get_fobs_context()[_TENSOR_DISK_OFFLOAD_ROOT_DIR]
+    deadline = time.monotonic() + 300
+    while not tensor_downloader._ACTIVE_DISK_TENSOR_CONSUMERS and time.monotonic() < deadline:
+        time.sleep(0.01)
+    tensor_downloader.cleanup_active_disk_tensor_downloads("the workflow is over", root_dir=root)
+    state.cell.update_fobs_context({_TENSOR_DISK_OFFLOAD_ROOT_DIR: None})
+
+
+def begin_workflow(state: State) -> None:
+    """Give the cell a directory for downloads, as NVFlare's workflows do."""
+    from nvflare.app_common.utils.tensor_disk_offload_context import _TENSOR_DISK_OFFLOAD_ROOT_DIR
+
+    state.cell.update_fobs_context({_TENSOR_DISK_OFFLOAD_ROOT_DIR: "/nowhere/nvflare_tensor_offload_job"})
+
+
 def limit_under_way(state: State, nbytes: int) -> None:
     from nvflare_lazy.transport import offload
 

@@ -68,3 +68,19 @@ def test_progress(net, sender):
     assert (last["state"], last["items_done"]) == ("completed", len(tensors))
     stock = [len(safetensors.torch.save({name: tensor})) for name, tensor in tensors.items()]
     assert last["bytes_done"] == sum(stock if sender == "site_2" else (tensor.nbytes for tensor in tensors.values()))
+
+
+def test_end_of_a_workflow(net):
+    """NVFlare's cleanup ends a download in progress that NVFlare would have written below the workflow's directory."""
+    server = net["server"]
+    server.call(scenes.offload, True)
+    server.call(scenes.begin_workflow)
+    server.call(scenes.slow_down, 0.5)
+    net["site_1"].start(scenes.send, "server", "torch", "ten")
+    server.call(scenes.end_downloads_as_nvflare_does)
+    assert net["site_1"].result() == "ok"
+    server.call(scenes.slow_down, 0.0)
+    assert server.call(scenes.failure) == "TransferAbortedError"
+    assert server.call(scenes.scratch_files) == []
+    server.call(scenes.forget)
+    server.call(scenes.offload, False)
