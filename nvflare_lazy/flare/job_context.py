@@ -45,7 +45,7 @@ def persistor_of(fl_ctx: FLContext | None) -> LazyModelPersistor | None:
 
 
 def tensor_names(fl_ctx: FLContext | None) -> TensorNames | None:
-    """Return the names that clients use for the tensors of the job, if it began with a Hugging Face directory."""
+    """Return the names that clients use for the tensors of the job, if it started from a Hugging Face directory."""
     persistor = persistor_of(fl_ctx)
     return None if persistor is None else persistor.names
 

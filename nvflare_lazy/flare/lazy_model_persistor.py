@@ -55,7 +55,7 @@ class LazyModelPersistor(ModelPersistor):
     The initial model of the job is the first of these that exists: the last complete round in `checkpoint_dir`, the
     checkpoint `source_ckpt_file_full_name`, the model.
 
-    A job that begins with a Hugging Face directory (a model or a PEFT adapter) sends tied tensors under all their names
+    A job that starts from a Hugging Face directory (a model or a PEFT adapter) sends tied tensors under all their names
     and stores them once. `from_pretrained` loads its checkpoint directory, and the directory `best` in it.
 
     | `model`                                                           | is instantiated                        |
@@ -67,7 +67,7 @@ class LazyModelPersistor(ModelPersistor):
     Args:
         model: The model, in one of these forms.
         exclude_vars: Regular expression; parameters whose name it is found in are left out of the job. The
-            checkpoints of a job that began with a Hugging Face directory have their initial values.
+            checkpoints of a job that started from a Hugging Face directory have their initial values.
         global_model_file_name: File of the last global model.
         best_global_model_file_name: File of the best one.
         source_ckpt_file_full_name: A checkpoint to begin with, of any readable kind, or a Hugging Face directory; a
@@ -125,7 +125,7 @@ class LazyModelPersistor(ModelPersistor):
         # The current model: an update must match it, and keeps the tensors that it does not contain.
         self._current: dict[str, Any] = {}
         self._meta: Mapping[str, Any] = {}
-        #: The names that clients use for tensors, if the job began with a Hugging Face directory.
+        #: The names that clients use for tensors, if the job started from a Hugging Face directory.
         self.names: TensorNames | None = None
         # The tensors of that directory that `exclude_vars` leaves out of the job, but not of its checkpoints.
         self._left_out: dict[str, Any] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TensorNames`: the names that clients use for the tensors of a job that began with a Hugging Face directory.
+"""`TensorNames`: the names that clients use for the tensors of a job that started from a Hugging Face directory.
 
 On the server, each tensor has the one name under which it is stored. Names are added when a task is sent, and matched
 when a result is accepted, so aggregation and checkpoints do not know of tied tensors or prefixes.
@@ -64,7 +64,7 @@ class TensorNames:
 
 
 def renamed(values: Mapping[str, Any], names: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return values under new names, without those whose new name is None."""
+    """Return values under new names. A value with None as its new name is dropped."""
     targets = ((names.get(name, name), value) for name, value in values.items())
     return {name: value for name, value in targets if name is not None}
 
@@ -80,7 +80,7 @@ def _changes(name: str, known: Collection[str]) -> Iterator[tuple[str, str]]:
 
 
 def _all(names: Collection[str], known: Collection[str], stripped: str, added: str) -> dict[str, str] | None:
-    """Return a known name for each name, or None if there is none or two have the same."""
+    """Return a known name for each name. Return None if a name has no known name, or two have the same."""
     targets = {}
     for name in names:
         change = added + name.removeprefix(stripped)

@@ -273,7 +273,7 @@ CASES: dict[str, Callable[[Any], None]] = {
     "the kind of data": kind_of_data,
     "models or differences": models_or_differences,
     "names of tensors": names,
-    "names in a job that began with a Hugging Face directory": names_of_clients,
+    "names in a job that started from a Hugging Face directory": names_of_clients,
     "tensors that `exclude_vars` matches": excluded,
     "the value of a tensor": values,
     "a shape": shapes,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs that begin with a Hugging Face directory: names of tied tensors, prefixes, and complete checkpoints."""
+"""Jobs that start from a Hugging Face directory: names of tied tensors, prefixes, and complete checkpoints."""
 
 from __future__ import annotations
 
