@@ -82,6 +82,7 @@ def check_at_random(made: LazyTensorDict, seed: int, wrong: list[str]) -> None:
 def test_cleanup_under_readers(path):
     """Readers of every kind see the right elements or hear of the release, whenever that comes; no descriptor stays."""
     wrong: list[str] = []
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for attempt in range(12):
         made = tensors(path)

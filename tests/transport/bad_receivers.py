@@ -95,6 +95,13 @@ class SilentReceiver:
         self._socket.sendall(frame + headers + payload)
 
 
+def tune_malloc(state: State) -> None:
+    """Use the settings of a process with `TensorOffload`."""
+    from nvflare_lazy.flare import malloc_tuning
+
+    malloc_tuning.tune_malloc()
+
+
 def offer_lazily(
     state: State, mib: int, num_receivers: int = 1, timeout: float = 600.0, receiver_ids: list[str] | None = None
 ) -> str:
