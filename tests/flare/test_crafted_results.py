@@ -229,7 +229,7 @@ def spoil_steps(result: Crafted, random_: random.Random, target: type[Target]) -
         result.meta["NUM_STEPS_CURRENT_ROUND"] = random_.choice(BAD_STEPS)
         return False
     steps = result.meta["NUM_STEPS_CURRENT_ROUND"] = random_.choice(GOOD_STEPS)
-    return target.counts_zero_steps or steps is None or steps != 0
+    return target.counts_zero_steps or steps is None or bool(steps != 0)
 
 
 def spoil_metrics(result: Crafted, random_: random.Random, target: type[Target]) -> bool:
