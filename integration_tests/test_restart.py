@@ -96,15 +96,17 @@ def test_a_killed_server_goes_on_after_its_last_round(run_job: JobRunner, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_checkpoint_is_whole_whenever_the_server_is_killed(run_job: JobRunner, tmp_path: Path):
-    """Twenty times, at random: what is on disk verifies and the next start resumes from it; no scratch is left."""
+@pytest.mark.parametrize("max_shard_size", [None, "5MiB"])
+def test_the_checkpoint_is_whole_whenever_the_server_is_killed(run_job: JobRunner, tmp_path: Path, max_shard_size):
+    """Ten times, at random: what is on disk verifies and the next start resumes from it; no scratch is left."""
     checkpoints, scratch = tmp_path / "checkpoints", tmp_path / "scratch"
     offload = {"scratch_dir": str(scratch)}
+    persistor = {"max_shard_size": max_shard_size}
     moments = random.Random(5)
     done = -1
-    for _ in range(20):
+    for _ in range(10):
         run_job(
-            job_in(checkpoints, rounds=1000, offload=offload),
+            job_in(checkpoints, rounds=1000, offload=offload, persistor=persistor),
             may_fail=True,
             during=Killer(moments.uniform(0.0, 4.0)),
             timeout=120,
@@ -115,8 +117,8 @@ def test_the_checkpoint_is_whole_whenever_the_server_is_killed(run_job: JobRunne
         if scratch.exists():  # it was not killed before it had any
             wait_until_empty(scratch)
     assert done > 0
-    print(f"killed 20 times: {done + 1} rounds complete, nothing left in scratch")
-    result = run_job(job_in(checkpoints, rounds=done + 2, offload=offload))
+    print(f"killed 10 times: {done + 1} rounds complete, nothing left in scratch")
+    result = run_job(job_in(checkpoints, rounds=done + 2, offload=offload, persistor=persistor))
     assert f"Resuming after round {done}; 1 rounds remaining." in result.server_log
     assert check(checkpoints) == done + 1
     wait_until_empty(scratch)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`CheckpointStore`: a job's checkpoints on disk: the global model, the best model and those of the last rounds.
 
-Where the persistor puts what aggregation wrote. A file that holds exactly the model gets one more name instead of a
+The persistor saves the output of aggregation here. Files that hold exactly the model get another name instead of a
 copy. The record of the last round is replaced last and atomically, so a job that is killed at any moment finds the
-previous round or this one, with the matching file.
+previous round or this one, with the matching model.
 """
 
 from __future__ import annotations
@@ -12,32 +12,33 @@ import contextlib
 import json
 import os
 import re
-import secrets
+import shutil
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nvflare_lazy._text import get_logger, quoted
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import JobCheckpointError
 from nvflare_lazy.formats.atomic_file import AtomicFile, sync_directory
 from nvflare_lazy.formats.hugging_face import ModelDirectory
-from nvflare_lazy.formats.save_checkpoint import save
+from nvflare_lazy.formats.hugging_face.model_directory import WEIGHTS_NAME
+from nvflare_lazy.formats.open_checkpoint import open as open_checkpoint
+from nvflare_lazy.formats.safetensors.shards import index_path
+from nvflare_lazy.formats.save_checkpoint import link_checkpoint, save
 from nvflare_lazy.scratch import DirectoryLease
-from nvflare_lazy.tensors.entry import file_holding
+from nvflare_lazy.tensors.entry import files_holding
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
-logger = get_logger(__name__)
-
 RECORD_NAME = "checkpoint.json"
-_FORMAT = 1
+_FORMAT = 2
 _ROUNDS = "rounds"
-#: The Hugging Face directory of the best model, in jobs that began with one.
+#: The Hugging Face directory of the best model, in jobs that started from one.
 BEST = "best"
 _MAX_ROUND = 1 << 53
 _MAX_RECORD_BYTES = 64 << 20
-_ROUND_FILE = re.compile(r"round-(\d{5,})\.safetensors")
+_ROUND_NAME = re.compile(r"round-(\d{5,})")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Checkpoint:
 
     Attributes:
         round: Its number, or None for a model saved outside of rounds.
-        path: The file of the global model after it.
+        path: The directory of the global model after it.
         meta: What NVFlare keeps with the model, as far as JSON can hold it.
     """
 
@@ -56,20 +57,53 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one job, in a directory that it creates; it keeps the files of the last rounds."""
+    """The checkpoints of one job, in a directory that it creates.
 
-    def __init__(self, directory: Path, model_name: str, best_name: str, *, keep_rounds: int = 2) -> None:
+    Args:
+        directory: The directory.
+        model_name: The file of the global model. A job that started from a Hugging Face directory uses the name that
+            `from_pretrained` expects instead.
+        best_name: The same for the best model.
+        keep_rounds: Number of rounds to keep.
+        max_shard_size: Split larger models. Default: as the Hugging Face directory that the job started from is split.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model_name: str,
+        best_name: str,
+        *,
+        keep_rounds: int = 2,
+        max_shard_size: int | None = None,
+    ) -> None:
         self.directory = directory
-        self.model_path = directory / model_name
-        self.best_path = directory / best_name
+        self.max_shard_size = max_shard_size
+        self._model_name = model_name
+        self._best_name = best_name
         self.incoming = directory / ".incoming"
         self._rounds = directory / _ROUNDS
         self._keep_rounds = keep_rounds
         self._lease: DirectoryLease | None = None
-        self._initial: ModelDirectory | None = None
+        # Of a job that started from a Hugging Face directory, this one is another.
+        self._hugging_face = ModelDirectory.find(directory)
         for path in (directory, self._rounds):
             path.mkdir(parents=True, exist_ok=True)
         self.incoming.mkdir(mode=0o700, exist_ok=True)
+
+    @property
+    def model_path(self) -> Path:
+        """The file of the global model. If it is split, there is an index of this name instead."""
+        return self.directory / (self._weights_name if self._hugging_face else self._model_name)
+
+    @property
+    def best_path(self) -> Path:
+        """The file of the best model."""
+        return self.directory / BEST / self._weights_name if self._hugging_face else self.directory / self._best_name
+
+    @property
+    def _weights_name(self) -> str:
+        return self._hugging_face.weights_name if self._hugging_face else WEIGHTS_NAME
 
     def lease(self, job: str) -> None:
         """Lease the directory for a job, until `release()`.
@@ -85,15 +119,12 @@ class CheckpointStore:
             self._lease.release()
 
     def clear_incoming(self) -> None:
-        """Remove what a killed process was about to hand over. Only for the one process that owns the store."""
+        """Remove unfinished models of a killed process. Only for the one process that owns the store."""
         for path in self.incoming.iterdir():
-            with contextlib.suppress(OSError):
-                path.unlink()
+            shutil.rmtree(path, ignore_errors=True)
 
     def begin_with(self, initial: ModelDirectory) -> None:
-        """Complete the checkpoints with the files next to the weights of a Hugging Face directory.
-
-        This directory, and `best` below it, then have the weights under the names that `from_pretrained` expects, too.
+        """Let this directory, `best` and those of rounds be Hugging Face directories, like the initial one.
 
         Raises:
             JobCheckpointError: It is this directory, whose weights would be replaced.
@@ -102,30 +133,33 @@ class CheckpointStore:
             raise JobCheckpointError(
                 f"checkpoint_dir {self.directory} is the initial model, which would be replaced; use another directory"
             )
+        if self.max_shard_size is None:
+            self.max_shard_size = initial.max_shard_size()
+        elif initial.is_adapter:
+            raise JobCheckpointError("max_shard_size is set, but PEFT does not load an adapter in shards; remove it")
         initial.copy_companions(self.directory)
         # The initial directory need not exist until the end of the job.
-        self._initial = ModelDirectory(self.directory, adapter=initial.is_adapter)
+        self._hugging_face = ModelDirectory(self.directory, adapter=initial.is_adapter)
 
     def save(
         self, weights: Mapping[str, Any], round_number: int | None = None, meta: Mapping[str, Any] | None = None
     ) -> Path:
         """Save the global model after a round; the last complete one stays until this one is.
 
-        If one file below this store holds exactly these tensors, it is not copied.
+        If files below this store hold exactly these tensors, they are not copied.
         """
-        path = self._rounds / _file_name(round_number)
-        self._put(weights, path)
-        if not _add_name(path, self.model_path):
-            save(weights, self.model_path)
-        self._complete(weights, path, self.directory)
-        self._record(Checkpoint(round_number, path, meta or {}))
+        directory = self._rounds / _round_name(round_number)
+        files = self._put(weights, directory / self._weights_name)
+        sync_directory(str(self._rounds))
+        if not link_checkpoint(files, self.model_path, fsync=False):
+            save(weights, self.model_path, max_shard_size=self.max_shard_size)
+        self._record(Checkpoint(round_number, directory, meta or {}))
         self._prune()
         return self.model_path
 
     def save_best(self, weights: Mapping[str, Any]) -> Path:
         """Save the best model so far."""
         self._put(weights, self.best_path)
-        self._complete(weights, self.best_path, self.directory / BEST)
         return self.best_path
 
     def latest(self) -> Checkpoint | None:
@@ -151,60 +185,65 @@ class CheckpointStore:
                 f"{path} was written by another version of nvflare-lazy; use that version, or start with an empty "
                 "checkpoint_dir"
             )
-        number, name, meta = record.get("round"), record.get("file"), record.get("meta", {})
+        number, name, meta = record.get("round"), record.get("directory"), record.get("meta", {})
         if not (number is None or (type(number) is int and 0 <= number <= _MAX_ROUND)):
             raise self._damaged(f"has the round {quoted(number)}")
-        if name != _file_name(number):
-            raise self._damaged(f"names {quoted(name)}, which is not the file of round {number}")
+        if name != _round_name(number):
+            raise self._damaged(f"names {quoted(name)}, which is not the directory of round {number}")
         if not isinstance(meta, dict):
             raise self._damaged(f"has the meta data {quoted(meta)}")
         found = self._rounds / name
-        if not found.is_file():
+        if not found.is_dir():
             raise self._damaged(f"names {found}, which is missing")
         return Checkpoint(number, found, meta)
 
     def _damaged(self, what: str) -> JobCheckpointError:
-        """Return the error for a record that the job cannot resume from; it names the last file there is."""
-        files = self._round_files()
-        advice = "" if not files else f", or set source_ckpt_file_full_name to {self._rounds / files[-1]} as well"
+        """Return the error for a record that the job cannot resume from; it names the last existing round."""
+        rounds = self._round_names()
+        advice = "" if not rounds else f", or set source_ckpt_file_full_name to {self._rounds / rounds[-1]} as well"
         return JobCheckpointError(
             f"{self.directory / RECORD_NAME} {what}; restore it from a backup, or remove it to start over{advice}"
         )
 
     def models(self) -> dict[str, Path]:
-        """Return the models there are, the last one first, by the names of their files."""
-        paths = [path for path in (self.model_path, self.best_path) if path.exists()]
-        return {path.name: path for path in paths}
+        """Return the existing models, the global model first, by the configured names: a file or an index of each."""
+        found = {}
+        for name, path in ((self._model_name, self.model_path), (self._best_name, self.best_path)):
+            existing = next((each for each in (path, Path(index_path(str(path)))) if each.exists()), None)
+            if existing is not None:
+                found[name] = existing
+        return found
 
-    def _put(self, weights: Mapping[str, Any], path: Path) -> None:
-        held = file_holding(weights)
-        if held is None or not self._is_own(held) or not _add_name(Path(held.path), path):
-            save(weights, path)
-        else:
-            # Aggregation does not wait for the disk; a checkpoint that counts does.
-            _sync(path)
+    def _put(self, weights: Mapping[str, Any], path: Path) -> list[TensorFile]:
+        """Save a model and return the files that hold it."""
+        path.parent.mkdir(exist_ok=True)
+        own = self._hugging_face
+        if own is not None and not all((path.parent / name).exists() for name in own.companions()):
+            # Before the weights: a directory with weights is complete.
+            own.copy_companions(path.parent, link=True)
+        files = files_holding(weights)
+        # Aggregation does not wait for the disk; a checkpoint does.
+        if not (files and self._can_link(files) and link_checkpoint(files, path)):
+            saved = open_checkpoint(save(weights, path, max_shard_size=self.max_shard_size))
+            files = sorted(saved.files(), key=lambda file: file.path)
+        return files
 
-    def _complete(self, weights: Mapping[str, Any], path: Path, directory: Path) -> None:
-        """Make a Hugging Face directory of a model that is saved."""
-        if self._initial is None:
-            return
-        directory.mkdir(exist_ok=True)
-        if not all((directory / name).exists() for name in self._initial.companions()):
-            self._initial.copy_companions(directory)
-        name = directory / self._initial.weights_name
-        if name not in (self.model_path, self.best_path) and not _add_name(path, name):
-            save(weights, name)
-
-    def _is_own(self, file: TensorFile) -> bool:
-        """Whether a file is below this store: elsewhere others may change it."""
-        below = Path(os.path.realpath(file.path)).is_relative_to(os.path.realpath(self.directory))
-        return below and file.is_still_at(file.path)
+    def _can_link(self, files: list[TensorFile]) -> bool:
+        """Whether files are below this store, because others may change them elsewhere, and not too large."""
+        own = os.path.realpath(self.directory)
+        if not all(Path(os.path.realpath(file.path)).is_relative_to(own) for file in files):
+            return False
+        most = self.max_shard_size
+        if most is None:
+            return len(files) == 1
+        contents = [file.contents or {} for file in files]
+        return all(len(each) == 1 or sum(stored.nbytes for stored in each.values()) <= most for each in contents)
 
     def _record(self, checkpoint: Checkpoint) -> None:
         record = {
             "format": _FORMAT,
             "round": checkpoint.round,
-            "file": checkpoint.path.name,
+            "directory": checkpoint.path.name,
             "meta": json_part(checkpoint.meta),
         }
         with AtomicFile(self.directory / RECORD_NAME) as file:
@@ -214,18 +253,18 @@ class CheckpointStore:
         sync_directory(str(self.directory))
 
     def _prune(self) -> None:
-        for name in self._round_files()[: -self._keep_rounds]:
+        for name in self._round_names()[: -self._keep_rounds]:
             with contextlib.suppress(FileNotFoundError):
-                (self._rounds / name).unlink()
+                shutil.rmtree(self._rounds / name)
 
-    def _round_files(self) -> list[str]:
-        """Return the names of the files of rounds, the last round last."""
-        found = (match for name in os.listdir(self._rounds) if (match := _ROUND_FILE.fullmatch(name)))
+    def _round_names(self) -> list[str]:
+        """Return the names of the directories of rounds, the last round last."""
+        found = (match for name in os.listdir(self._rounds) if (match := _ROUND_NAME.fullmatch(name)))
         return [match[0] for match in sorted(found, key=lambda match: match[1].zfill(20))]
 
 
-def _file_name(round_number: int | None) -> str:
-    return f"round-{round_number or 0:05d}.safetensors"
+def _round_name(round_number: int | None) -> str:
+    return f"round-{round_number or 0:05d}"
 
 
 def json_part(value: Any) -> Any:
@@ -236,33 +275,3 @@ def json_part(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [json_part(part) for part in value]
     return value if isinstance(value, (str, int, float, bool)) else None
-
-
-def _add_name(path: Path, name: Path) -> bool:
-    """Give a file one more name, which replaces the file of that name; False if it cannot be linked to."""
-    hidden = name.with_name(f".{name.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        os.link(path, hidden)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        logger.info("%s cannot be linked to (%s): copying it", path, error)
-        return False
-    try:
-        os.replace(hidden, name)
-    except BaseException:
-        hidden.unlink(missing_ok=True)
-        raise
-    if hidden.exists():
-        # Both names were the same file already: then rename() does nothing, and says that it did.
-        hidden.unlink(missing_ok=True)
-    sync_directory(str(name.parent))
-    return True
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -23,7 +23,6 @@ from nvflare_lazy.flare.model_output import ModelOutput
 from nvflare_lazy.formats import open as open_checkpoint
 from nvflare_lazy.formats import open_safetensors
 from nvflare_lazy.formats.hugging_face import ModelDirectory
-from nvflare_lazy.formats.hugging_face.model_directory import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from nvflare_lazy.formats.hugging_face.tied import tied_names
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.save_checkpoint import save
@@ -44,7 +43,7 @@ def from_checkpoint(path: Path) -> LazyTensorDict:
         InitialModelError: The file is missing or is not a model.
     """
     try:
-        directory = hugging_face_directory(path)
+        directory = ModelDirectory.find(path)
         if directory is not None:
             tensors = directory.open()
             tied = tied_in(directory, tensors)
@@ -59,14 +58,6 @@ def from_checkpoint(path: Path) -> LazyTensorDict:
             f"cannot open the initial checkpoint {path}: {error}. "
             "source_ckpt_file_full_name must be a readable checkpoint on the server"
         ) from error
-
-
-def hugging_face_directory(path: Path) -> ModelDirectory | None:
-    """Return a Hugging Face directory with weights, or None if the path is something else."""
-    if not any((path / name).is_file() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME)):
-        return None
-    directory = ModelDirectory(path)
-    return directory if directory.has_weights() else None
 
 
 def tied_in(directory: ModelDirectory, tensors: LazyTensorDict) -> dict[str, str]:

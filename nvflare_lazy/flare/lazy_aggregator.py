@@ -247,7 +247,7 @@ class LazyAggregator(ModelAggregator):
         tensors = self._round.tensors
         output = ModelOutput.of(self.fl_ctx, max(tensors.values(), key=len, default={}))
         try:
-            result = self._aggregation(kind).run(
+            result = self._aggregation(kind, output.max_shard_size).run(
                 tensors, output.path, weights=self._round.weights, reference=base, should_cancel=self._cancelled
             )
         except NothingToAggregateError as error:
@@ -262,7 +262,7 @@ class LazyAggregator(ModelAggregator):
         del self._round.results[client]
         self._skip(client, reason)
 
-    def _aggregation(self, kind: ParamsKind) -> Aggregation:
+    def _aggregation(self, kind: ParamsKind, max_shard_size: int | None = None) -> Aggregation:
         return Aggregation(
             rule={"name": self.rule, **(self.rule_args or {})},
             params_type=kind,
@@ -270,6 +270,7 @@ class LazyAggregator(ModelAggregator):
             exclude=self.exclude_vars,
             on_mismatch="skip",
             on_non_finite=self.on_non_finite,
+            max_shard_size=max_shard_size,
             # The persistor makes it so, once it is what the job goes on from.
             fsync=False,
         )

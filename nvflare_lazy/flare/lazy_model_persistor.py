@@ -28,7 +28,7 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.model_desc import ModelDescriptor
 
-from nvflare_lazy._text import logs_printably, quoted
+from nvflare_lazy._text import logs_printably, parse_size, quoted
 from nvflare_lazy.aggregation.schema import listed
 from nvflare_lazy.errors import FormatError, InitialModelError, JobCheckpointError, NVFlareLazyError
 from nvflare_lazy.flare import initial_model, job_context
@@ -36,7 +36,8 @@ from nvflare_lazy.flare.checkpoint_store import Checkpoint, CheckpointStore
 from nvflare_lazy.flare.pytorch_file import write_pytorch_file
 from nvflare_lazy.flare.tensor_names import TensorNames
 from nvflare_lazy.flare.weights import as_weights, entries_of, is_weight
-from nvflare_lazy.formats import open_safetensors
+from nvflare_lazy.formats import open as open_checkpoint
+from nvflare_lazy.formats.hugging_face import ModelDirectory
 from nvflare_lazy.transport.registration import register
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class LazyModelPersistor(ModelPersistor):
     checkpoint `source_ckpt_file_full_name`, the model.
 
     A job that starts from a Hugging Face directory (a model or a PEFT adapter) sends tied tensors under all their names
-    and stores them once. `from_pretrained` loads its checkpoint directory, and the directory `best` in it.
+    and stores them once. `from_pretrained` loads its checkpoint directory, and the directories of the best model and of
+    rounds in it.
 
     | `model`                                                           | is instantiated                        |
     |-------------------------------------------------------------------|----------------------------------------|
@@ -80,6 +82,8 @@ class LazyModelPersistor(ModelPersistor):
         keep_rounds: How many rounds to keep, besides the best model.
         save_pytorch: Whether to write the last and the best model as PyTorch files in NVFlare's layout at the end, for
             tools that expect those.
+        max_shard_size: Split larger checkpoints, for example "5GB". Default: as the initial Hugging Face directory is
+            split.
 
     Example:
         >>> {"id": "persistor", "path": "nvflare_lazy.flare.LazyModelPersistor",
@@ -98,6 +102,7 @@ class LazyModelPersistor(ModelPersistor):
         checkpoint_dir: str | None = None,
         keep_rounds: int = 2,
         save_pytorch: bool = False,
+        max_shard_size: int | str | None = None,
     ) -> None:
         super().__init__(filter_id=filter_id)
         for name in (global_model_file_name, best_global_model_file_name):
@@ -110,6 +115,8 @@ class LazyModelPersistor(ModelPersistor):
             raise ValueError(f"keep_rounds={keep_rounds}: at least the last round has to be kept")
         if checkpoint_dir is not None and not Path(checkpoint_dir).is_absolute():
             raise ValueError(f"checkpoint_dir {checkpoint_dir!r} must be an absolute path on the server")
+        if max_shard_size is not None:
+            parse_size(max_shard_size)
         self.model = model
         self.exclude_vars = exclude_vars
         self.global_model_file_name = global_model_file_name
@@ -118,6 +125,7 @@ class LazyModelPersistor(ModelPersistor):
         self.allow_numpy_conversion = allow_numpy_conversion
         self.checkpoint_dir = checkpoint_dir
         self.keep_rounds = keep_rounds
+        self.max_shard_size = max_shard_size
         self.save_pytorch = save_pytorch
         self._store: CheckpointStore | None = None
         #: The round the job resumes after, or None if it starts at the beginning.
@@ -210,7 +218,11 @@ class LazyModelPersistor(ModelPersistor):
         directory = Path(self.checkpoint_dir or fl_ctx.get_prop(FLContextKey.APP_ROOT))
         try:
             store = CheckpointStore(
-                directory, self.global_model_file_name, self.best_global_model_file_name, keep_rounds=self.keep_rounds
+                directory,
+                self.global_model_file_name,
+                self.best_global_model_file_name,
+                keep_rounds=self.keep_rounds,
+                max_shard_size=None if self.max_shard_size is None else parse_size(self.max_shard_size),
             )
             if self.checkpoint_dir is not None:
                 store.lease(fl_ctx.get_job_id() or "")
@@ -225,7 +237,7 @@ class LazyModelPersistor(ModelPersistor):
         last = self.store.latest()
         if last is not None and self.checkpoint_dir is not None:
             try:
-                tensors = open_safetensors(last.path)
+                tensors = open_checkpoint(last.path)
             except (OSError, FormatError) as error:
                 raise JobCheckpointError(
                     f"{error}; restore the file from a backup, or remove {self.store.directory} to start over"
@@ -242,7 +254,7 @@ class LazyModelPersistor(ModelPersistor):
     def _complete_checkpoints(self, tensors: LazyTensorDict, fl_ctx: FLContext) -> None:
         """Use the Hugging Face directory that the job began with, or its copy if a resumed job does not find it."""
         paths = [path for path in (self._source(fl_ctx), self.resumed and self.store.directory) if path]
-        found = next(filter(None, map(initial_model.hugging_face_directory, paths)), None)
+        found = next(filter(None, map(ModelDirectory.find, paths)), None)
         if found is None:
             return
         self.store.begin_with(found)
@@ -318,9 +330,9 @@ class LazyModelPersistor(ModelPersistor):
         self.log_info(fl_ctx, f"saved the best global model so far as {path}", fire_event=False)
 
     def _write_pytorch_files(self, fl_ctx: FLContext) -> None:
-        for path in self.store.models().values():
-            target = path.with_suffix(".pt")
-            write_pytorch_file(open_safetensors(path), target, meta=self._meta)
+        for name, path in self.store.models().items():
+            target = (self.store.directory / name).with_suffix(".pt")
+            write_pytorch_file(open_checkpoint(path), target, meta=self._meta)
             self.log_info(fl_ctx, f"wrote {target}", fire_event=False)
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer, Self
 
+    from nvflare_lazy.tensors.tensor_file import TensorFile
+
 _OUT_OF_SPACE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 # What file systems answer that have no files without names (NFS, 9p, FUSE), and kernels that know none.
 _NO_NAMELESS_FILES = frozenset((errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS))
@@ -48,6 +50,8 @@ class AtomicFile:
             a whole.
         fsync: Whether `sync` is going to be called: then the disk begins to write early, so that little is left to
             wait for in the end.
+        existing: A complete file, which gets this path as another name instead of being copied. Raises `OSError` if it
+            is removed, or on another file system.
 
     Example:
         >>> with AtomicFile("model.safetensors") as file:
@@ -56,12 +60,15 @@ class AtomicFile:
         ...     file.publish()
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, fsync: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, fsync: bool = True, existing: TensorFile | None = None) -> None:
         self.fsync = fsync
         self.path = os.path.realpath(path)
         _refuse_irregular(self.path)
         self.directory, self._name = os.path.split(self.path)
-        self._fd, self._hidden = _create(self.directory, self._name)
+        if existing is None:
+            self._fd, self._hidden = _create(self.directory, self._name)
+        else:
+            self._fd, self._hidden = _add_name(existing, _hidden_name(self.directory, self._name))
         self._discard: Callable[[], object] = weakref.finalize(self, _remove, self._fd, self._hidden)
         self._identity = os.fstat(self._fd)
         self._lock = threading.Lock()
@@ -214,6 +221,16 @@ def _create(directory: str, name: str) -> tuple[int, str | None]:
             raise
     hidden = _hidden_name(directory, name)
     return os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666), hidden
+
+
+def _add_name(existing: TensorFile, name: str) -> tuple[int, str]:
+    """Return a descriptor of a file, which gets another name."""
+    with existing.descriptor() as fd:
+        os.link(existing.path, name)
+        if not existing.is_still_at(name):
+            os.unlink(name)
+            raise FileNotFoundError(errno.ENOENT, "another file has replaced it", existing.path)
+        return os.dup(fd), name
 
 
 def _refuse_irregular(path: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from nvflare_lazy.errors import (
     UnsupportedDtypeError,
     UnsupportedTensorError,
 )
+from nvflare_lazy.formats._commit import publish_file, publish_shards
+from nvflare_lazy.formats.atomic_file import AtomicFile
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.safetensors.layout import (
     StateDictMeta,
@@ -34,12 +37,13 @@ from nvflare_lazy.tensors.converted_sources import CastSource, check_cast
 from nvflare_lazy.tensors.entry import entry_of, geometry_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
     from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.dtypes import ElementType
+    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 
 logger = get_logger(__name__)
@@ -113,6 +117,35 @@ def save(
             *(saved, sum(overflows.values()), len(overflows), quoted(next(iter(overflows))), dtype),
         )
     return saved
+
+
+def link_checkpoint(files: Sequence[TensorFile], path: str | os.PathLike[str], *, fsync: bool = True) -> bool:
+    """Save the tensors of complete files, with known contents, by another name for each file, without a copy.
+
+    A checkpoint of that name is replaced as `save()` replaces it.
+
+    Args:
+        files: The files; several become shards.
+        path: The file. Its directory must exist.
+        fsync: Have the bytes on the disk before the checkpoint appears.
+
+    Returns:
+        Whether it is saved. False if a file is removed, or the file system does not have links.
+    """
+    with ExitStack() as links:
+        try:
+            shards = [
+                (links.enter_context(AtomicFile(path, fsync=fsync, existing=file)), file.contents or {})
+                for file in files
+            ]
+        except OSError as error:
+            logger.info("%s cannot be linked to (%s): copying it", files[0].path, error)
+            return False
+        if len(shards) == 1:
+            publish_file(shards[0][0])
+        else:
+            publish_shards(shards, os.path.realpath(path))
+    return True
 
 
 def _check_repetition(tensors: LazyTensorDict, path: str) -> None:

@@ -35,6 +35,7 @@ class OffloadOptions:
     | `checkpoint_dir`  | absolute path on the server for checkpoints that outlive the job, and that it resumes from   |
     | `keep_rounds`     | number of rounds to keep there, besides the best model                                       |
     | `save_pytorch`    | also write the last and the best model as PyTorch files, as NVFlare does                     |
+    | `max_shard_size`  | split larger checkpoints; default: as the initial Hugging Face directory is split            |
     | `scratch_dir`     | scratch root for received tensors, on the server and the clients                             |
     | `scratch_quota`   | maximum bytes of scratch per process                                                         |
     | `memory_budget`   | memory for receiving and aggregation                                                         |
@@ -45,6 +46,7 @@ class OffloadOptions:
     checkpoint_dir: str | None = None
     keep_rounds: int = 2
     save_pytorch: bool = False
+    max_shard_size: int | str | None = None
     scratch_dir: str | None = None
     scratch_quota: int | str | None = None
     memory_budget: int | str = DEFAULT_MEMORY_BUDGET
@@ -78,6 +80,7 @@ class OffloadOptions:
             checkpoint_dir=self.checkpoint_dir,
             keep_rounds=self.keep_rounds,
             save_pytorch=self.save_pytorch,
+            max_shard_size=self.max_shard_size,
         )
         added: str = job.to_server(persistor, id="persistor")
         return added

@@ -232,26 +232,27 @@ def entries_of(file: TensorFile) -> dict[str, TensorEntry]:
     }
 
 
-def file_holding(values: Mapping[str, object]) -> TensorFile | None:
-    """Return the file whose contents are these lazy tensors or arrays and no others, or None, without any I/O."""
+def files_holding(values: Mapping[str, object]) -> list[TensorFile]:
+    """Return the files whose contents are these lazy tensors or arrays and no others, without any I/O.
+
+    The list is empty if there are no such files.
+    """
     entries = {}
     for name, value in values.items():
         if not isinstance(value, (LazyTensor, LazyArray)):
-            return None
+            return []
         entries[name] = entry_of(value)
     files = {found[0] for entry in entries.values() if (found := entry.source.file_range()) is not None}
-    if len(files) != 1:
-        return None
-    (file,) = files
-    if file.contents is None or file.contents.keys() != entries.keys():
-        return None
+    stored = {name: (file, tensor) for file in files for name, tensor in (file.contents or {}).items()}
+    if stored.keys() != entries.keys() or sum(len(file.contents or ()) for file in files) != len(entries):
+        return []
     for name, entry in entries.items():
-        stored = file.contents[name]
-        if (entry.element_type, entry.shape) != _geometry(stored):
-            return None
-        if stored.nbytes and entry.source.file_range() != (file, stored.offset):
-            return None
-    return file
+        file, tensor = stored[name]
+        if (entry.element_type, entry.shape) != _geometry(tensor):
+            return []
+        if tensor.nbytes and entry.source.file_range() != (file, tensor.offset):
+            return []
+    return sorted(files, key=lambda file: file.path)
 
 
 def _geometry(stored: StoredTensor) -> tuple[ElementType, tuple[int, ...]]:

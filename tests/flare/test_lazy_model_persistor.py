@@ -162,7 +162,7 @@ def test_what_aggregation_wrote_is_the_checkpoint(start, fl_ctx, result, tmp_pat
     round_of(persistor, fl_ctx, result, 0, 1.0)
     persistor.handle_event(AppEventType.GLOBAL_BEST_MODEL_AVAILABLE, fl_ctx)
     app = tmp_path / "app"
-    names = [app / MODEL_NAME, app / BEST_NAME, app / "rounds" / "round-00000.safetensors"]
+    names = [app / MODEL_NAME, app / BEST_NAME, app / "rounds" / "round-00000" / "model.safetensors"]
     written = Path(weights(fl_ctx)["layer.bias"].source.file_range()[0].path)
     assert len({path.stat().st_ino for path in [written, *names]}) == 1
     assert nvflare_lazy.open(app / MODEL_NAME)["layer.bias"].tolist() == [1.0]
@@ -204,12 +204,12 @@ def test_the_last_rounds_are_kept(start, fl_ctx, result, tmp_path, keep):
     persistor = start(model=Small(), keep_rounds=keep)
     for number in range(5):
         round_of(persistor, fl_ctx, result, number, float(number))
-    kept = [f"rounds/round-{number:05d}.safetensors" for number in range(5 - keep, 5)]
+    kept = [f"rounds/round-{number:05d}/model.safetensors" for number in range(5 - keep, 5)]
     app = tmp_path / "app"
     # And the file under the name it was written as, as long as its tensors are the global model.
     assert [name for name in files_below(app) if not name.startswith(".")] == [MODEL_NAME, RECORD_NAME, *kept]
     for name in kept:
-        assert nvflare_lazy.open(app / name)["layer.bias"].tolist() == [float(name[-13])]
+        assert nvflare_lazy.open(app / name)["layer.bias"].tolist() == [float(name.split("/")[1][-1])]
 
 
 def test_ordinary_tensors_are_saved_too(start, fl_ctx, tmp_path):
@@ -266,7 +266,7 @@ def test_a_second_job_in_the_directory_is_refused(start, fl_ctx, engine, tmp_pat
     fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-1")
     first = start(model=Small(), checkpoint_dir=str(kept))
     written = first.store.incoming / "of the first job"
-    written.write_bytes(b"...")
+    written.mkdir()
     second = start(model=Small(), checkpoint_dir=str(kept))
     (reason,) = engine.panics
     assert f"{kept} is in use by job 'job-1', process {os.getpid()} on {os.uname().nodename}" in reason
@@ -280,7 +280,7 @@ def test_a_second_job_in_the_directory_is_refused(start, fl_ctx, engine, tmp_pat
 
 
 def damaged(**changes: object) -> str:
-    return json.dumps({"format": 1, "round": 0, "file": "round-00000.safetensors", "meta": {}, **changes})
+    return json.dumps({"format": 2, "round": 0, "directory": "round-00000", "meta": {}, **changes})
 
 
 DAMAGED_RECORDS = {
@@ -293,21 +293,21 @@ DAMAGED_RECORDS = {
     "a list": ("[1]", "is not a record"),
     "text": ('"round"', "is not a record"),
     "no version": ("{}", "is not a record"),
-    "another version": (damaged(format=99), "another version"),
+    "another version": (damaged(format=1), "another version"),
     "a version that is not a number": (damaged(format=[]), "is not a record"),
-    "no round and no file": ('{"format": 1}', "names None"),
+    "no round and no file": ('{"format": 2}', "names None"),
     "a float": (damaged(round=0.0), "has the round 0.0"),
     "infinity": (damaged()[:-1] + ', "round": 1e400}', "has the round inf"),
     "true": (damaged(round=True), "has the round True"),
     "negative": (damaged(round=-1), "has the round -1"),
     "astronomical": (damaged(round=1 << 100), "has the round 126"),
-    "another round's file": (damaged(round=1), "names 'round-00000.safetensors'"),
-    "a file elsewhere": (damaged(file="../../etc/passwd"), "names '../../etc/passwd'"),
-    "an absolute path": (damaged(file="/etc/passwd"), "names '/etc/passwd'"),
-    "a line break": (damaged(file="a\nb"), r"names 'a\\nb'"),
-    "a file that is not text": (damaged(file=[7]), r"names \[7\]"),
+    "another round's file": (damaged(round=1), "names 'round-00000'"),
+    "a file elsewhere": (damaged(directory="../../etc/passwd"), "names '../../etc/passwd'"),
+    "an absolute path": (damaged(directory="/etc/passwd"), "names '/etc/passwd'"),
+    "a line break": (damaged(directory="a\nb"), r"names 'a\\nb'"),
+    "a file that is not text": (damaged(directory=[7]), r"names \[7\]"),
     "meta data in a list": (damaged(meta=[1]), "has the meta data"),
-    "a missing file": (damaged(round=7, file="round-00007.safetensors"), "is missing"),
+    "a missing file": (damaged(round=7, directory="round-00007"), "is missing"),
     "a link to itself": (Path(RECORD_NAME), "symbolic links"),
     "a directory": (None, "not a regular file"),
 }
@@ -318,8 +318,7 @@ def test_a_record_that_cannot_be_understood_is_no_new_beginning(start, engine, t
     """The job ends with what to do, and does not begin at zero in silence."""
     content, says = DAMAGED_RECORDS[name]
     kept = tmp_path / "kept"
-    (kept / "rounds").mkdir(parents=True)
-    nvflare_lazy.save(Small().state_dict(), kept / "rounds" / "round-00000.safetensors")
+    nvflare_lazy.save(Small().state_dict(), f"{kept}/rounds/round-00000/")
     match content:
         case bytes():
             (kept / RECORD_NAME).write_bytes(content)
@@ -335,7 +334,7 @@ def test_a_record_that_cannot_be_understood_is_no_new_beginning(start, engine, t
     assert "JSONDecodeError" not in reason
     assert str(kept / RECORD_NAME) in reason
     if "another version" not in reason and "symbolic" not in reason:
-        assert f"or set source_ckpt_file_full_name to {kept}/rounds/round-00000.safetensors" in reason
+        assert f"or set source_ckpt_file_full_name to {kept}/rounds/round-00000" in reason
 
 
 def test_a_damaged_file_of_the_last_round(start, engine, fl_ctx, result, tmp_path):
@@ -343,7 +342,7 @@ def test_a_damaged_file_of_the_last_round(start, engine, fl_ctx, result, tmp_pat
     kept = tmp_path / "kept"
     first = start(model=Small(), checkpoint_dir=str(kept))
     round_of(first, fl_ctx, result, 3, 1.0)
-    path = first.store.latest().path
+    path = first.store.latest().path / "model.safetensors"
     first.handle_event(EventType.END_RUN, fl_ctx)
     path.write_bytes(path.read_bytes()[:-1])
     start(model=Small(), checkpoint_dir=str(kept))
@@ -355,7 +354,7 @@ def test_a_damaged_file_of_the_last_round(start, engine, fl_ctx, result, tmp_pat
 def test_what_a_killed_process_was_writing_is_removed(start, tmp_path):
     """Files that were to become checkpoints, when the next one starts."""
     store = CheckpointStore(tmp_path / "kept", MODEL_NAME, BEST_NAME)
-    (store.incoming / "half.safetensors").write_bytes(bytes(100))
+    nvflare_lazy.save({"w": torch.ones(100)}, f"{store.incoming}/half/")
     start(source_ckpt_file_full_name=str(plain_safetensors(tmp_path)), checkpoint_dir=str(tmp_path / "kept"))
     assert files_below(store.incoming) == []
 
@@ -444,6 +443,6 @@ def test_file_systems_without_hard_links(tmp_path, monkeypatch):
             nvflare_lazy.save({"w": torch.full((3,), number)}, store.incoming / "new.safetensors")
         )
         store.save(written, number)
-        paths = (store.model_path, store.latest().path)
+        paths = (store.model_path, store.latest().path / "model.safetensors")
         assert [nvflare_lazy.open(path)["w"].tolist() for path in paths] == [[number] * 3] * 2
         assert len({path.stat().st_ino for path in paths}) == 2

@@ -167,7 +167,7 @@ def test_at_level_1_nvflare_gets_the_stored_names(begin, qwen, fl_ctx, tmp_path)
 
 
 def test_checkpoints_are_complete_directories(begin, qwen, fl_ctx, tmp_path, result):
-    """The last and the best model have the companions of the initial directory, and the expected name, as a link."""
+    """The last model, the best one and those of rounds have the companions and the shards of the initial directory."""
     persistor = begin(qwen)
     fl_ctx.set_prop(AppConstants.GLOBAL_MODEL, None)
     persistor.handle_event(AppEventType.GLOBAL_BEST_MODEL_AVAILABLE, fl_ctx)
@@ -175,12 +175,53 @@ def test_checkpoints_are_complete_directories(begin, qwen, fl_ctx, tmp_path, res
     shutil.rmtree(qwen)
     end_round(persistor, fl_ctx, result, {name: value + 1 for name, value in MODEL.items()})
     last = tmp_path / "checkpoints"
-    for directory, norm in ((last, 2.0), (last / "best", 1.0)):
+    for directory, norm in ((last, 2.0), (last / "best", 1.0), (last / "rounds" / "round-00000", 2.0)):
         opened = ModelDirectory(directory)
         assert [path.name for path in opened.companions()] == ["config.json", "tokenizer.json"]
         assert opened.open()[NORM].tolist() == [norm, norm]
         assert opened.open().metadata["format"] == "pt"
-    assert (last / "model.safetensors").samefile(last / "FL_global_model.safetensors")
+        assert nvflare_lazy.open(directory).keys() == MODEL.keys()
+        assert (directory / "model.safetensors.index.json").exists()
+    # Nothing is copied, and the aggregate is sent again from the files that aggregation wrote.
+    written = {Path(value.source.file_range()[0].path) for value in weights(fl_ctx).values()}
+    assert {path.parent.parent.name for path in written} == {".incoming"}
+    for directory in (last, last / "rounds" / "round-00000"):
+        assert {path.stat().st_ino for path in directory.glob("*.safetensors")} == {
+            path.stat().st_ino for path in written
+        }
+
+
+@pytest.mark.parametrize(("max_shard_size", "shards"), [(None, 2), ("1GB", 1), ("20B", 2), ("8B", 2)])
+def test_shards(begin, qwen, fl_ctx, tmp_path, result, max_shard_size, shards):
+    """As many as the initial directory has, or as the option says; each round replaces those of the one before."""
+    persistor = begin(qwen, max_shard_size=max_shard_size, keep_rounds=1)
+    last = tmp_path / "checkpoints"
+    for number in range(3):
+        fl_ctx.set_prop(AppConstants.CURRENT_ROUND, number)
+        end_round(persistor, fl_ctx, result, {name: value + number for name, value in MODEL.items()})
+        for directory in (last, last / "rounds" / f"round-{number:05d}"):
+            assert len(list(directory.glob("*.safetensors"))) == shards
+            assert ModelDirectory(directory).open()[NORM].tolist() == [number + 1.0] * 2
+    assert [path.name for path in (last / "rounds").iterdir()] == ["round-00002"]
+    persistor.handle_event(EventType.END_RUN, fl_ctx)
+    shutil.rmtree(qwen)
+    persistor = begin(qwen, max_shard_size=max_shard_size)
+    assert persistor.resumed.round == 2
+    assert [*persistor.store.models()] == ["FL_global_model.safetensors"]
+    end_round(persistor, fl_ctx, result, {name: value + 7 for name, value in MODEL.items()})
+    assert len(list(last.glob("*.safetensors"))) == shards
+
+
+def test_a_model_of_no_directory_in_shards(start, fl_ctx, tmp_path, result):
+    """The global model has an index of the usual name, from which cross-site evaluation opens it."""
+    source = nvflare_lazy.save(MODEL, tmp_path / "m.safetensors")
+    persistor = start(source_ckpt_file_full_name=str(source), max_shard_size="20B")
+    end_round(persistor, fl_ctx, result, {name: value + 1 for name, value in MODEL.items()})
+    assert len(list((tmp_path / "app").glob("FL_global_model-*-of-00002.safetensors"))) == 2
+    for path in (tmp_path / "app" / "FL_global_model.safetensors", persistor.store.latest().path):
+        assert nvflare_lazy.open(path)[NORM].tolist() == [2.0, 2.0]
+    [_, name] = persistor.get_model_inventory(fl_ctx)
+    assert persistor.get_model(name, fl_ctx)[ModelLearnableKey.WEIGHTS][NORM].tolist() == [2.0, 2.0]
 
 
 def test_a_job_resumes_without_the_initial_directory(begin, qwen, fl_ctx, tmp_path, result):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from nvflare_lazy.errors import ModelDirectoryError
 from nvflare_lazy.formats.atomic_file import AtomicFile
 from nvflare_lazy.formats.open_checkpoint import open as open_checkpoint
 from nvflare_lazy.formats.safetensors.shards import INDEX_SUFFIX, SUFFIX
+from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,6 +75,14 @@ class ModelDirectory:
         self.is_adapter = not has_config if adapter is None else adapter
 
     @classmethod
+    def find(cls, path: str | os.PathLike[str]) -> ModelDirectory | None:
+        """Return the directory at a path if it has a configuration and weights, or None."""
+        if not any((Path(path) / name).is_file() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME)):
+            return None
+        directory = cls(path)
+        return directory if directory.has_weights() else None
+
+    @classmethod
     def of(cls, path: str | os.PathLike[str]) -> ModelDirectory:
         """Return the directory at a path, or `path` if it is one already."""
         return path if isinstance(path, ModelDirectory) else cls(path)
@@ -121,8 +131,20 @@ class ModelDirectory:
             found += sorted(path.relative_to(self.path) for path in (self.path / _TEMPLATES).glob("*.jinja"))
         return found
 
-    def copy_companions(self, directory: str | os.PathLike[str]) -> None:
-        """Copy the companions to a directory; each replaces the file of its name atomically."""
+    def max_shard_size(self) -> int | None:
+        """Return the bytes of the largest shard, or None if the weights are in one file."""
+        sizes: Counter[object] = Counter()
+        for entry in self.open().entries.values():
+            sizes[entry.source.file()] += entry.nbytes
+        return max(sizes.values()) if len(sizes) > 1 else None
+
+    def copy_companions(self, directory: str | os.PathLike[str], *, link: bool = False) -> None:
+        """Copy the companions to a directory; each replaces the file of its name atomically.
+
+        Args:
+            directory: The directory.
+            link: Whether a link is enough, because the files of this directory are replaced and never written to.
+        """
         directory = Path(directory)
         if os.path.samefile(self.path, directory):
             return
@@ -131,6 +153,8 @@ class ModelDirectory:
             if source.stat().st_size > _MAX_COMPANION_BYTES:
                 raise ModelDirectoryError(f"{source} has {source.stat().st_size} bytes, too many for a configuration")
             target.parent.mkdir(exist_ok=True)
+            if link and _link(source, target):
+                continue
             with AtomicFile(target) as file:
                 file.write_at(source.read_bytes(), 0)
                 file.sync()
@@ -140,6 +164,15 @@ class ModelDirectory:
         """Whether a configuration names classes in Python files of this directory, and not of another repository."""
         classes = _strings(_read_json(self.path / name).get("auto_map"))
         return any("--" not in text for text in classes)
+
+
+def _link(source: Path, target: Path) -> bool:
+    try:
+        with AtomicFile(target, existing=TensorFile(source)) as file:
+            file.publish()
+    except OSError:
+        return False
+    return True
 
 
 def _read_json(path: Path) -> dict[str, Any]:
