@@ -18,7 +18,7 @@ from nvflare.recipe.utils import add_cross_site_evaluation
 
 import nvflare_lazy
 from nvflare_lazy.flare.round_log import FILE_NAME
-from nvflare_lazy.recipes import FedAvgRecipe, FedOptRecipe, ScaffoldRecipe, add_tensor_offload
+from nvflare_lazy.recipes import FedAvgRecipe, FedOptRecipe, ScaffoldRecipe, make_lazy
 
 HELLO = Path(__file__).parent / "hello"
 
@@ -120,9 +120,9 @@ def test_scaffold_learns(run, net):
     ],
 )
 def test_nvflares_recipes_with_the_component(run, net, stock, arguments):
-    """Controllers that are not FedAvg, with one component at both ends: they learn, and every round is told."""
+    """Controllers that are not FedAvg, with one component on the server: they learn, and every round is told."""
     recipe = stock(name="stock", model=net.Net(16), min_clients=2, **{**ARGUMENTS, **arguments})
-    add_tensor_offload(recipe, clients=True)
+    make_lazy(recipe, level=1)
     app = run(recipe)
     assert accuracy(net, app / "FL_global_model.pt") > 0.9
     records = [json.loads(line) for line in (app.parent / FILE_NAME).read_text().splitlines()]

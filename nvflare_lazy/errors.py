@@ -23,6 +23,7 @@
     │   │   └── SegmentTimeoutError                  NVFlare's messages pass, but not requests for segments
     │   └── ProtocolError (ValueError)               damaged, false, repeated or missing tensors
     ├── JobError (RuntimeError)                      a federated job cannot continue as configured
+    │   ├── JobAdaptationError (ValueError)          a job's configuration cannot be adapted
     │   ├── InitialModelError                        the initial model is missing or unusable
     │   ├── JobCheckpointError                       the job's checkpoint cannot be written or resumed
     │   ├── ResultMismatchError (ValueError)         a client's result does not match the global model
@@ -276,6 +277,10 @@ class ProtocolError(TransferError, ValueError):
 
 class JobError(NVFlareLazyError, RuntimeError):
     """A federated job cannot continue as configured."""
+
+
+class JobAdaptationError(JobError, ValueError):
+    """A job folder is malformed, or has a component that cannot be replaced at the level asked for."""
 
 
 class InitialModelError(JobError):

@@ -18,7 +18,7 @@ from nvflare.recipe.sim_env import SimEnv
 
 from benchmarks.fl_job import MIB, Sampler
 from benchmarks.fl_job.simulator import simulator_roles
-from nvflare_lazy.recipes import add_tensor_offload
+from nvflare_lazy.recipes import make_lazy
 
 HERE = Path(__file__).parent
 SITES = 3
@@ -39,7 +39,7 @@ def run(name: str, options: argparse.Namespace, initial: Path, *, offload: bool)
         server_expected_format=ExchangeFormat.PYTORCH,
     )
     if offload:
-        add_tensor_offload(recipe)
+        make_lazy(recipe, level=1)
     with Sampler(lambda: simulator_roles(os.getpid())) as watched:
         result = recipe.execute(SimEnv(num_clients=SITES, workspace_root=options.workspace)).get_result()
     peak = max(sample.anon for sample in watched.samples if sample.role == "server")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Each is a function in the module of its name, which is loaded when it is used. These modules import nothing heavy at
 # their top, since `--help` loads them all.
-COMMANDS = ("inspect", "convert", "export", "merge-lora", "verify", "aggregate", "doctor", "clean")
+COMMANDS = ("adapt", "inspect", "convert", "export", "merge-lora", "verify", "aggregate", "doctor", "clean")
 
 
 class LazyCommandGroup(click.Group):
@@ -61,7 +61,7 @@ class LazyCommandGroup(click.Group):
 )
 @click.version_option(nvflare_lazy.__version__, prog_name="nvflare-lazy", message="%(prog)s %(version)s")
 def program() -> None:
-    """Inspect, convert, verify and aggregate checkpoints larger than memory, and check machines for NVFlare jobs."""
+    """Make NVFlare jobs lazy, and inspect, convert, verify and aggregate checkpoints larger than memory."""
 
 
 class SignalReceived(BaseException):

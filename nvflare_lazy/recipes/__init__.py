@@ -3,7 +3,7 @@
 
     from nvflare_lazy.recipes import FedAvgRecipe  # instead of nvflare.app_opt.pt.recipes
 
-`options` describes the arguments they add. `add_tensor_offload` is for other recipes.
+`options` describes the arguments they add. `make_lazy` is for all other recipes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.recipes.fedavg import FedAvgRecipe as FedAvgRecipe
     from nvflare_lazy.recipes.fedopt import FedOptRecipe as FedOptRecipe
     from nvflare_lazy.recipes.fedprox import FedProxRecipe as FedProxRecipe
-    from nvflare_lazy.recipes.options import add_tensor_offload as add_tensor_offload
+    from nvflare_lazy.recipes.options import make_lazy as make_lazy
     from nvflare_lazy.recipes.scaffold import ScaffoldRecipe as ScaffoldRecipe
 
 _LAZY_EXPORTS = {
@@ -23,10 +23,10 @@ _LAZY_EXPORTS = {
     "FedOptRecipe": "fedopt",
     "FedProxRecipe": "fedprox",
     "ScaffoldRecipe": "scaffold",
-    "add_tensor_offload": "options",
+    "make_lazy": "options",
 }
 
-__all__ = ["FedAvgRecipe", "FedOptRecipe", "FedProxRecipe", "ScaffoldRecipe", "add_tensor_offload"]
+__all__ = ["FedAvgRecipe", "FedOptRecipe", "FedProxRecipe", "ScaffoldRecipe", "make_lazy"]
 
 
 def __getattr__(name: str) -> Any:

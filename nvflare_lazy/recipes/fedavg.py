@@ -14,13 +14,14 @@ from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe as StockFedAvgRecipe
 from nvflare.client.config import ExchangeFormat, TransferType
 from nvflare.recipe.utils import extract_persistor_id, setup_custom_persistor
 
+from nvflare_lazy.flare.adaptation.component_mapping import OFFLOAD_ID
 from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
 from nvflare_lazy.flare.lazy_cross_site_eval import LazyCrossSiteEval
 from nvflare_lazy.flare.lazy_fedavg import LazyFedAvg
 from nvflare_lazy.flare.lazy_model_locator import LazyModelLocator
 from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, SUFFIX, LazyModelPersistor
 from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET, TensorOffload
-from nvflare_lazy.recipes.options import OFFLOAD_ID, OffloadOptions
+from nvflare_lazy.recipes.options import OffloadOptions
 
 
 class FedAvgRecipe(StockFedAvgRecipe):

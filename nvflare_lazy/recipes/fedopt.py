@@ -8,9 +8,9 @@ from typing import Any
 from nvflare.apis.dxo import DataKind
 from nvflare.client.config import TransferType
 
+from nvflare_lazy.flare.adaptation.component_mapping import learning_rate_schedule, server_optimizer
 from nvflare_lazy.recipes.fedavg import FedAvgRecipe
 
-_SGD, _ADAM, _ADAGRAD = "torch.optim.SGD", "torch.optim.Adam", "torch.optim.Adagrad"
 _NUM_ROUNDS = "{num_rounds}"
 
 
@@ -57,12 +57,9 @@ class FedOptRecipe(FedAvgRecipe):
         del device, source_model
         self._optimizer = server_optimizer(optimizer_args)
         if lr_scheduler_args is not None:
-            args = dict(lr_scheduler_args.get("args") or {})
-            if args.get("T_max") == _NUM_ROUNDS:
-                args["T_max"] = num_rounds
-            path = lr_scheduler_args.get("path") or lr_scheduler_args["class_path"]
-            # With this marker, NVFlare does not instantiate the scheduler while it reads the configuration.
-            self._optimizer["lr_scheduler"] = {"path": path, "args": args, "config_type": "dict"}
+            schedule = self._optimizer["lr_scheduler"] = learning_rate_schedule(lr_scheduler_args)
+            if schedule["args"].get("T_max") == _NUM_ROUNDS:
+                schedule["args"]["T_max"] = num_rounds
         super().__init__(
             name=name,
             num_rounds=num_rounds,
@@ -74,33 +71,3 @@ class FedOptRecipe(FedAvgRecipe):
 
     def _server_optimizer(self) -> dict[str, Any]:
         return self._optimizer
-
-
-def server_optimizer(optimizer_args: dict[str, Any] | None) -> dict[str, Any]:
-    """Convert NVFlare's optimizer arguments to our server optimizer.
-
-    Args:
-        optimizer_args: A torch optimizer as "path" and "args", or one of ours as "name" and parameters.
-    """
-    if optimizer_args is None:
-        return {"name": "fedavgm", "lr": 1.0, "momentum": 0.0, "config_type": "dict"}
-    if "name" in optimizer_args:
-        return {**optimizer_args, "config_type": "dict"}
-    path = optimizer_args.get("path") or optimizer_args.get("class_path")
-    args = dict(optimizer_args.get("args") or {})
-    if path == _SGD:
-        found = {"name": "fedavgm", "lr": args.pop("lr", 1e-3), "momentum": args.pop("momentum", 0.0)}
-    elif path == _ADAM:
-        beta1, beta2 = args.pop("betas", (0.9, 0.999))
-        lr, tau = args.pop("lr", 1e-3), args.pop("eps", 1e-8)
-        found = {"name": "fedadam", "lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau}
-    elif path == _ADAGRAD:
-        found = {"name": "fedadagrad", "lr": args.pop("lr", 1e-2), "beta1": 0.0, "tau": args.pop("eps", 1e-10)}
-    else:
-        raise ValueError(
-            f"no server optimizer for {path!r}; use {_SGD}, {_ADAM} or {_ADAGRAD}, or an optimizer by name, such as "
-            '{"name": "fedyogi", "lr": 0.01}, or NVFlare\'s FedOptRecipe, which keeps the model in memory'
-        )
-    if args:
-        raise ValueError(f"the server optimizer for {path} does not support {', '.join(sorted(args))}")
-    return {**found, "config_type": "dict"}

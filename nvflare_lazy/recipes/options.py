@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from nvflare.recipe.utils import prepare_initial_ckpt, recipe_model_to_job_model
 
+from nvflare_lazy._text import get_logger
+from nvflare_lazy.flare.adaptation.component_mapping import OFFLOAD_ID, PLAIN_DICT, AdaptationOptions
+from nvflare_lazy.flare.adaptation.job_folder import adapt_job
 from nvflare_lazy.flare.lazy_model_persistor import LazyModelPersistor
 from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET, TensorOffload
 
 if TYPE_CHECKING:
     from nvflare.recipe.spec import Recipe
 
-OFFLOAD_ID = "offload"
 PACKAGE = "nvflare_lazy"
-# NVFlare passes such a dictionary to the component unchanged.
-_PLAIN_DICT = {"config_type": "dict"}
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,24 +96,59 @@ class OffloadOptions:
         return offload
 
 
-def add_tensor_offload(recipe: Recipe, *, clients: bool = False, **arguments: Any) -> None:
-    """Add the `TensorOffload` component to any recipe.
+def make_lazy(
+    recipe: Recipe,
+    level: int = 3,
+    *,
+    checkpoint_dir: str | None = None,
+    keep_rounds: int | None = None,
+    save_pytorch: bool | None = None,
+    **offload: Any,
+) -> None:
+    """Make any recipe lazy: the jobs that it exports or executes have the components of a level.
+
+    The same mapping as that of `nvflare-lazy adapt`. A component that cannot be mapped is an error when the recipe
+    exports or executes its job.
 
     Args:
         recipe: The recipe.
-        clients: Whether to add the component to the clients; this package must be installed there.
-        arguments: Arguments of the component.
+        level: 1 adds `TensorOffload` to the server. 2 also replaces aggregation, persistor and cross-site evaluation. 3
+            also adds `TensorOffload` to the clients, where this package must be installed.
+        checkpoint_dir: As for `OffloadOptions`; levels 2 and 3.
+        keep_rounds: As for `OffloadOptions`; levels 2 and 3.
+        save_pytorch: As for `OffloadOptions`; levels 2 and 3.
+        offload: Arguments of `TensorOffload`, such as `scratch_dir` and `memory_budget`.
+
+    Raises:
+        ValueError: If an argument is invalid, or requires another level.
 
     Example:
-        >>> recipe = nvflare.app_opt.pt.recipes.FedAvgRecipe(aggregator=MyAggregator(), ...)
-        >>> add_tensor_offload(recipe, scratch_dir="/data/scratch")
+        >>> recipe = nvflare.app_opt.pt.recipes.FedAvgRecipe(...)
+        >>> make_lazy(recipe, scratch_dir="/data/scratch")
     """
-    job = recipe._job
-    # Without this, NVFlare copies the sources of the package into the job.
-    job.set_app_packages([*job.job.app_packages, PACKAGE])
-    job.to_server(TensorOffload(**arguments), id=OFFLOAD_ID)
-    if clients:
-        recipe._add_to_client_apps(TensorOffload(**arguments), id=OFFLOAD_ID)
+    given = {"checkpoint_dir": checkpoint_dir, "keep_rounds": keep_rounds, "save_pytorch": save_pytorch}
+    options = AdaptationOptions(offload, {name: value for name, value in given.items() if value is not None})
+    options.check(level)
+    # Raise on invalid arguments now rather than when the job starts.
+    TensorOffload(**offload)
+    LazyModelPersistor(**options.persistor)
+    config = recipe._job.job
+    generate = config.generate_job_config
+
+    def generate_adapted(job_root: str) -> None:
+        generate(job_root)
+        folder = Path(job_root, config.job_name)
+        try:
+            job = adapt_job(folder, level, options)
+            job.write()
+        except BaseException:
+            # Not a job that looks as if it had been adapted.
+            shutil.rmtree(folder)
+            raise
+        for note in job.notes:
+            logger.info("%s", note)
+
+    config.generate_job_config = generate_adapted
 
 
 def model_config(model: Any) -> dict[str, Any] | None:
@@ -126,7 +163,7 @@ def model_config(model: Any) -> dict[str, Any] | None:
     if model is None:
         return None
     if isinstance(model, dict):
-        return {**recipe_model_to_job_model(model), **_PLAIN_DICT}
+        return {**recipe_model_to_job_model(model), **PLAIN_DICT}
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, or a dictionary with class_path and args, got {type(model).__name__}"
@@ -139,7 +176,7 @@ def model_config(model: Any) -> dict[str, Any] | None:
             f"the arguments of {type(model).__name__} cannot be written to a job: {args!r}; pass the model as "
             '{"class_path": "...", "args": {...}}, or save it and pass it as checkpoint'
         ) from None
-    return {"path": f"{_module_of(model)}.{type(model).__qualname__}", "args": args, **_PLAIN_DICT}
+    return {"path": f"{_module_of(model)}.{type(model).__qualname__}", "args": args, **PLAIN_DICT}
 
 
 def source_file(model: Any) -> str | None:

@@ -74,7 +74,7 @@ def test_clean_does_not_load_torch(tmp_path):
     ("args", "message"),
     [
         (["inspct", "f"], "No such command 'inspct'. Did you mean 'inspect'?"),
-        (["destroy"], "No such command 'destroy'. Available: inspect, convert, export"),
+        (["destroy"], "No such command 'destroy'. Available: adapt, inspect, convert"),
         (["--vresion"], "No such option '--vresion'."),
         (["inspect"], "Missing argument 'FILE'."),
         (["inspect", "a", "b"], "Got unexpected extra argument (b)"),
