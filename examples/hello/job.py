@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -44,17 +45,18 @@ def main() -> int:
         keep_rounds=options.rounds,
     )
     run = recipe.execute(SimEnv(num_clients=SITES, workspace_root=str(workspace)))
-    server = Path(run.get_result()) / "server" / "simulate_job" / "app_server"
+    result = Path(run.get_result()) / "server" / "simulate_job"
+    models = json.loads((result / "artifact_manifest.json").read_text())["artifacts"]
 
     for number in range(options.rounds):
         # Opening a checkpoint reads no tensor; load_state_dict reads one after the other.
-        model.load_state_dict(nvflare_lazy.open(server / "rounds" / f"round-{number:05d}.safetensors"))
+        model.load_state_dict(nvflare_lazy.open(result / models[f"round_{number}"]))
         history.append((f"round {number}", *evaluate(model, *test)))
 
     print("\nglobal model     loss   accuracy")
     for name, loss, accuracy in history:
         print(f"{name:10} {loss:10.3f} {accuracy:10.3f}")
-    print(f"it is in {server / 'FL_global_model.safetensors'}")
+    print(f"it is in {result / models['global_model']}")
     (_, loss_before, _), (_, loss, accuracy) = history[0], history[-1]
     return 0 if loss < loss_before and accuracy > ENOUGH else 1
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -23,8 +24,8 @@ RULES = {"mean": {}, "trimmed_mean": {"num_byzantine": 1}}
 GOOD, RUINED = 0.9, 0.7
 
 
-def run(rule: str, rounds: int, untrained: Path, workspace: Path) -> Path:
-    """Run the job with one rule; returns the directory of the server's checkpoints."""
+def run(rule: str, rounds: int, untrained: Path, workspace: Path) -> list[Path]:
+    """Run the job with one rule; returns the model of each round."""
     recipe = FedAvgRecipe(
         name=f"robust_{rule}",
         checkpoint=str(untrained),
@@ -38,7 +39,9 @@ def run(rule: str, rounds: int, untrained: Path, workspace: Path) -> Path:
     sites = {f"site-{number}": {} for number in range(1, SITES + 1)}
     set_per_site_config(recipe, {**sites, POISONED: {"train_args": "--poisoned"}})
     result = recipe.execute(SimEnv(clients=list(sites), workspace_root=str(workspace))).get_result()
-    return Path(result) / "server" / "simulate_job" / "app_server" / "rounds"
+    directory = Path(result) / "server" / "simulate_job"
+    models = json.loads((directory / "artifact_manifest.json").read_text())["artifacts"]
+    return [directory / models[f"round_{number}"] for number in range(rounds)]
 
 
 def main() -> int:
@@ -59,8 +62,8 @@ def main() -> int:
         checkpoints = run(rule, options.rounds, untrained, options.workspace)
         models[rule] = MoonNet()
         curves[rule] = [accuracy(start, *test)]
-        for number in range(options.rounds):
-            models[rule].load_state_dict(nvflare_lazy.open(checkpoints / f"round-{number:05d}.safetensors"))
+        for checkpoint in checkpoints:
+            models[rule].load_state_dict(nvflare_lazy.open(checkpoint))
             curves[rule].append(accuracy(models[rule], *test))
     title = f"{SITES} sites train together, and {POISONED} sends the opposite of what it learned, ten times over"
     draw(models, curves, test, title, picture)

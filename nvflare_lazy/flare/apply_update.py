@@ -113,7 +113,7 @@ class ModelUpdate:
     def _state_dir(self, fl_ctx: FLContext | None) -> Path:
         persistor = job_context.persistor_of(fl_ctx)
         if persistor is not None:
-            return persistor.store.directory / "optimizer"
+            return persistor.store.optimizer
         if self._scratch is None:
             self._scratch = offload.runtime.scratch.download("optimizer")
         return self._scratch.path

@@ -34,6 +34,7 @@ from nvflare_lazy.tensors.tensor_file import TensorFile
 RECORD_NAME = "checkpoint.json"
 _FORMAT = 2
 _ROUNDS = "rounds"
+_OPTIMIZER = "optimizer"
 #: The Hugging Face directory of the best model, in jobs that started from one.
 BEST = "best"
 _MAX_ROUND = 1 << 53
@@ -79,9 +80,11 @@ class CheckpointStore:
     ) -> None:
         self.directory = directory
         self.max_shard_size = max_shard_size
-        self._model_name = model_name
-        self._best_name = best_name
+        self.model_name = model_name
+        self.best_name = best_name
         self.incoming = directory / ".incoming"
+        #: The state of a server optimizer.
+        self.optimizer = directory / _OPTIMIZER
         self._rounds = directory / _ROUNDS
         self._keep_rounds = keep_rounds
         self._lease: DirectoryLease | None = None
@@ -94,12 +97,17 @@ class CheckpointStore:
     @property
     def model_path(self) -> Path:
         """The file of the global model. If it is split, there is an index of this name instead."""
-        return self.directory / (self._weights_name if self._hugging_face else self._model_name)
+        return self.directory / (self._weights_name if self._hugging_face else self.model_name)
 
     @property
     def best_path(self) -> Path:
         """The file of the best model."""
-        return self.directory / BEST / self._weights_name if self._hugging_face else self.directory / self._best_name
+        return self.directory / BEST / self._weights_name if self._hugging_face else self.directory / self.best_name
+
+    @property
+    def is_hugging_face(self) -> bool:
+        """Whether the models are Hugging Face directories."""
+        return self._hugging_face is not None
 
     @property
     def _weights_name(self) -> str:
@@ -207,12 +215,26 @@ class CheckpointStore:
 
     def models(self) -> dict[str, Path]:
         """Return the existing models, the global model first, by the configured names: a file or an index of each."""
-        found = {}
-        for name, path in ((self._model_name, self.model_path), (self._best_name, self.best_path)):
-            existing = next((each for each in (path, Path(index_path(str(path)))) if each.exists()), None)
-            if existing is not None:
-                found[name] = existing
-        return found
+        named = ((self.model_name, self.model_path), (self.best_name, self.best_path))
+        return {name: existing for name, path in named if (existing := existing_checkpoint(path))}
+
+    def rounds(self) -> dict[int, Path]:
+        """Return the file or the index of each kept round."""
+        paths = ((_number_of(name), self._rounds / name / self._weights_name) for name in self._round_names())
+        return {number: existing for number, path in paths if (existing := existing_checkpoint(path))}
+
+    def copy_companions(self, directory: Path) -> None:
+        """Copy the files that belong next to the weights, in a job that started from a Hugging Face directory."""
+        if self.is_hugging_face:
+            ModelDirectory(self.directory).copy_companions(directory)
+
+    def clear_state(self) -> None:
+        """Remove everything but the models: a job that is over does not resume."""
+        (self.directory / RECORD_NAME).unlink(missing_ok=True)
+        shutil.rmtree(self.optimizer, ignore_errors=True)
+        for directory in (self._rounds, self.incoming):
+            with contextlib.suppress(OSError):
+                directory.rmdir()
 
     def _put(self, weights: Mapping[str, Any], path: Path) -> list[TensorFile]:
         """Save a model and return the files that hold it."""
@@ -259,12 +281,20 @@ class CheckpointStore:
 
     def _round_names(self) -> list[str]:
         """Return the names of the directories of rounds, the last round last."""
-        found = (match for name in os.listdir(self._rounds) if (match := _ROUND_NAME.fullmatch(name)))
-        return [match[0] for match in sorted(found, key=lambda match: match[1].zfill(20))]
+        return sorted(filter(_ROUND_NAME.fullmatch, os.listdir(self._rounds)), key=_number_of)
 
 
 def _round_name(round_number: int | None) -> str:
     return f"round-{round_number or 0:05d}"
+
+
+def _number_of(round_name: str) -> int:
+    return int(round_name.rpartition("-")[2])
+
+
+def existing_checkpoint(path: Path) -> Path | None:
+    """Return the file of a checkpoint, the index of its shards, or None if neither exists."""
+    return next((each for each in (path, Path(index_path(str(path)))) if each.exists()), None)
 
 
 def json_part(value: Any) -> Any:

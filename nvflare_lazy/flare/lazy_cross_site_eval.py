@@ -2,16 +2,17 @@
 """`LazyCrossSiteEval`: cross-site evaluation that forwards models from disk.
 
 NVFlare's controller writes each model as one serialized message and reads it back for every client that evaluates it,
-completely in memory both times. This one writes a safetensors file and sends lazy tensors of it.
+completely in memory both times. This one writes a safetensors file and sends lazy tensors of it. Models of the server
+that are on disk are not written again.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvflare.apis.dxo import DXO
 from nvflare.apis.fl_context import FLContext
@@ -26,6 +27,9 @@ from nvflare_lazy.flare.accepted_result import Expectation, accept_result, descr
 from nvflare_lazy.flare.weights import as_weights, entries_of, holds_arrays, is_weight
 from nvflare_lazy.formats import open_safetensors, save
 from nvflare_lazy.transport.registration import register
+
+if TYPE_CHECKING:
+    from nvflare_lazy.tensors.entry import TensorEntry
 
 _SUFFIX = ".safetensors"
 _MAX_NAME = 200
@@ -43,6 +47,9 @@ class LazyCrossSiteEval(CrossSiteModelEval):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._kinds: dict[str, tuple[str, dict[str, Any], bool]] = {}
+        # The models of the server that are on disk. Those of clients are in scratch, from where they are copied.
+        self._on_disk: dict[str, dict[str, TensorEntry]] = {}
+        self._is_locating = False
         register()
 
     @classmethod
@@ -50,6 +57,14 @@ class LazyCrossSiteEval(CrossSiteModelEval):
         """Return a controller with the arguments of NVFlare's."""
         named = inspect.signature(CrossSiteModelEval.__init__).parameters
         return cls(**{name: getattr(stock, f"_{name}") for name in named if hasattr(stock, f"_{name}")})
+
+    def _locate_server_models(self, fl_ctx: FLContext) -> bool:
+        self._is_locating = True
+        try:
+            located: bool = super()._locate_server_models(fl_ctx)
+            return located
+        finally:
+            self._is_locating = False
 
     def _accept_local_model(self, client_name: str, result: Shareable, fl_ctx: FLContext) -> None:
         with self._skipping(f"the model of {shown(client_name)}", fl_ctx):
@@ -93,7 +108,11 @@ class LazyCrossSiteEval(CrossSiteModelEval):
             return path
         path = os.path.join(save_dir, name + _SUFFIX)
         numpy = holds_arrays(dxo.data)
-        save({key: entry.lazy() for key, entry in entries_of(dxo.data).items()}, path)
+        entries = entries_of(dxo.data)
+        if self._is_locating and all(entry.source.file() for entry in entries.values()):
+            self._on_disk[name] = entries
+        else:
+            save({key: entry.lazy() for key, entry in entries.items()}, path)
         self._kinds[os.path.join(save_dir, name)] = (dxo.data_kind, dict(dxo.meta), numpy)
         return path
 
@@ -102,8 +121,10 @@ class LazyCrossSiteEval(CrossSiteModelEval):
         if known is None:
             return super()._load_validation_content(name, load_dir, fl_ctx)
         kind, meta, numpy = known
-        tensors = open_safetensors(os.path.join(load_dir, name + _SUFFIX))
-        return DXO(kind, data=as_weights(tensors.entries, numpy=numpy), meta=meta)
+        entries: Mapping[str, TensorEntry] | None = self._on_disk.get(name)
+        if entries is None:
+            entries = open_safetensors(os.path.join(load_dir, name + _SUFFIX)).entries
+        return DXO(kind, data=as_weights(entries, numpy=numpy), meta=meta)
 
 
 def _accepted(client: str, stated: DXO) -> DXO:

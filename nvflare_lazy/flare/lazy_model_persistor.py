@@ -33,7 +33,7 @@ from nvflare_lazy.aggregation.schema import listed
 from nvflare_lazy.errors import FormatError, InitialModelError, JobCheckpointError, NVFlareLazyError
 from nvflare_lazy.flare import initial_model, job_context
 from nvflare_lazy.flare.checkpoint_store import Checkpoint, CheckpointStore
-from nvflare_lazy.flare.pytorch_file import write_pytorch_file
+from nvflare_lazy.flare.result_models import leave_models
 from nvflare_lazy.flare.tensor_names import TensorNames
 from nvflare_lazy.flare.weights import as_weights, entries_of, is_weight
 from nvflare_lazy.formats import open as open_checkpoint
@@ -60,6 +60,9 @@ class LazyModelPersistor(ModelPersistor):
     and stores them once. `from_pretrained` loads its checkpoint directory, and the directories of the best model and of
     rounds in it.
 
+    At the end of the job, its run directory has each model once, also with `checkpoint_dir`, and the file
+    `artifact_manifest.json`, by which `nvflare job download --format json` finds the global model.
+
     | `model`                                                           | is instantiated                        |
     |-------------------------------------------------------------------|----------------------------------------|
     | `{"path": "net.Net", "args": {…}, "config_type": "dict"}`         | by a separate process, which ends      |
@@ -70,8 +73,9 @@ class LazyModelPersistor(ModelPersistor):
         model: The model, in one of these forms.
         exclude_vars: Regular expression; parameters whose name it is found in are left out of the job. The
             checkpoints of a job that started from a Hugging Face directory have their initial values.
-        global_model_file_name: File of the last global model.
-        best_global_model_file_name: File of the best one.
+        global_model_file_name: File of the last global model. In a job that starts from a Hugging Face directory, the
+            file has the name that `from_pretrained` expects.
+        best_global_model_file_name: File of the best one; in such a job, it is in the directory `best`.
         source_ckpt_file_full_name: A checkpoint to begin with, of any readable kind, or a Hugging Face directory; a
             relative path is looked for in the app's `custom` folder.
         filter_id: A `PersistorFilter` component.
@@ -79,9 +83,9 @@ class LazyModelPersistor(ModelPersistor):
             tensors.
         checkpoint_dir: Where the files go. Outside of the job's workspace they outlive it, and a job that is started
             again goes on from them; without it they are in the app's folder, as NVFlare's are.
-        keep_rounds: How many rounds to keep, besides the best model.
-        save_pytorch: Whether to write the last and the best model as PyTorch files in NVFlare's layout at the end, for
-            tools that expect those.
+        keep_rounds: How many rounds to keep, besides the best model. Default: 2 in `checkpoint_dir`, otherwise 1.
+        save_pytorch: Whether the run directory has the last and the best model as PyTorch files in NVFlare's layout at
+            the end, for tools that expect those, instead of safetensors files. A Hugging Face directory stays.
         max_shard_size: Split larger checkpoints, for example "5GB". Default: as the initial Hugging Face directory is
             split.
 
@@ -100,7 +104,7 @@ class LazyModelPersistor(ModelPersistor):
         filter_id: str | None = None,
         allow_numpy_conversion: bool = True,
         checkpoint_dir: str | None = None,
-        keep_rounds: int = 2,
+        keep_rounds: int | None = None,
         save_pytorch: bool = False,
         max_shard_size: int | str | None = None,
     ) -> None:
@@ -111,6 +115,8 @@ class LazyModelPersistor(ModelPersistor):
                     f"invalid model file name {name!r}: expected a name that ends with {SUFFIX}; "
                     "set save_pytorch=True to also write a PyTorch file"
                 )
+        if keep_rounds is None:
+            keep_rounds = 1 if checkpoint_dir is None else 2
         if keep_rounds < 1:
             raise ValueError(f"keep_rounds={keep_rounds}: at least the last round has to be kept")
         if checkpoint_dir is not None and not Path(checkpoint_dir).is_absolute():
@@ -157,12 +163,11 @@ class LazyModelPersistor(ModelPersistor):
             self._send_all_names(fl_ctx)
         elif event == AppEventType.GLOBAL_BEST_MODEL_AVAILABLE:
             self._save_best(fl_ctx)
-        elif event == EventType.ABOUT_TO_END_RUN and self.save_pytorch:
-            self._write_pytorch_files(fl_ctx)
         elif event == EventType.END_RUN:
             self._current, self._left_out = {}, {}
             if self._store is not None:
                 self._store.clear_incoming()
+                self._leave_models(fl_ctx)
                 self._store.release()
             job_context.release_scratch(fl_ctx)
 
@@ -329,11 +334,20 @@ class LazyModelPersistor(ModelPersistor):
         path = self.store.save_best({**self._left_out, **weights})
         self.log_info(fl_ctx, f"saved the best global model so far as {path}", fire_event=False)
 
-    def _write_pytorch_files(self, fl_ctx: FLContext) -> None:
-        for name, path in self.store.models().items():
-            target = (self.store.directory / name).with_suffix(".pt")
-            write_pytorch_file(open_checkpoint(path), target, meta=self._meta)
-            self.log_info(fl_ctx, f"wrote {target}", fire_event=False)
+    def _leave_models(self, fl_ctx: FLContext) -> None:
+        app = Path(fl_ctx.get_prop(FLContextKey.APP_ROOT))
+        try:
+            models = leave_models(self.store, app, save_pytorch=self.save_pytorch, meta=self._meta)
+        except (NVFlareLazyError, OSError) as error:
+            self.log_warning(
+                fl_ctx,
+                f"The models are in {self.store.directory}, but not in the run directory, and a download of the job "
+                f"will lack them: {error}",
+                fire_event=False,
+            )
+            return
+        for artifact, path in models.items():
+            self.log_info(fl_ctx, f"{artifact} is {path}", fire_event=False)
 
 
 def _find_mismatch(weights: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:

@@ -58,7 +58,7 @@ class FedAvgRecipe(StockFedAvgRecipe):
         task_timeout: int = 0,
         checkpoint: str | None = None,
         checkpoint_dir: str | None = None,
-        keep_rounds: int = 2,
+        keep_rounds: int | None = None,
         save_pytorch: bool = False,
         max_shard_size: int | str | None = None,
         scratch_dir: str | None = None,

@@ -35,8 +35,8 @@ class OffloadOptions:
     |-------------------|----------------------------------------------------------------------------------------------|
     | `checkpoint`      | initial checkpoint or Hugging Face directory; a file at a relative path travels with the job |
     | `checkpoint_dir`  | absolute path on the server for checkpoints that outlive the job, and that it resumes from   |
-    | `keep_rounds`     | number of rounds to keep there, besides the best model                                       |
-    | `save_pytorch`    | also write the last and the best model as PyTorch files, as NVFlare does                     |
+    | `keep_rounds`     | rounds to keep, besides the best model; default: 2 in `checkpoint_dir`, otherwise 1          |
+    | `save_pytorch`    | the job's result has PyTorch files, as NVFlare's has, instead of safetensors files           |
     | `max_shard_size`  | split larger checkpoints; default: as the initial Hugging Face directory is split            |
     | `scratch_dir`     | scratch root for received tensors, on the server and the clients                             |
     | `scratch_quota`   | maximum bytes of scratch per process                                                         |
@@ -46,7 +46,7 @@ class OffloadOptions:
 
     checkpoint: str | None = None
     checkpoint_dir: str | None = None
-    keep_rounds: int = 2
+    keep_rounds: int | None = None
     save_pytorch: bool = False
     max_shard_size: int | str | None = None
     scratch_dir: str | None = None

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 from nvflare.apis.dxo import DXO, DataKind
+from nvflare.apis.event_type import EventType
+from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.workflows.cross_site_model_eval import CrossSiteModelEval
 
-from nvflare_lazy.flare import LazyCrossSiteEval
-from nvflare_lazy.formats import open_safetensors
+from nvflare_lazy.flare import LazyCrossSiteEval, LazyModelLocator
+from nvflare_lazy.formats import open_safetensors, save
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
@@ -65,6 +67,27 @@ def test_a_model_that_cannot_be_read_is_not_evaluated(fl_ctx, result, tmp_path, 
     assert sent == ["site-2"]
     assert "Skipped the evaluation of the model of site-1" in caplog.text
     assert not (tmp_path / "site-1.safetensors").exists()
+
+
+def test_models_of_the_server_are_not_copied(start, fl_ctx, tmp_path, monkeypatch):
+    """They are on disk already; the result of the job has each model once, and `cleanup_models` does not remove it."""
+    path = save({"w": torch.ones(3)}, tmp_path / "initial.safetensors")
+    persistor = start(source_ckpt_file_full_name=str(path))
+    persistor.save_model(fl_ctx.get_prop(AppConstants.GLOBAL_MODEL), fl_ctx)
+    locator = LazyModelLocator()
+    locator.handle_event(EventType.START_RUN, fl_ctx)
+    controller = LazyCrossSiteEval(cleanup_models=True)
+    (tmp_path / "models").mkdir()
+    monkeypatch.setattr(controller, "_model_locator", locator)
+    monkeypatch.setattr(controller, "_cross_val_models_dir", str(tmp_path / "models"))
+    monkeypatch.setattr(controller, "cancel_all_tasks", lambda fl_ctx: None)
+    assert controller._locate_server_models(fl_ctx)
+    for name in ("SRV_initial.safetensors", "SRV_FL_global_model.safetensors"):
+        loaded = controller._load_validation_content(name, str(tmp_path / "models"), fl_ctx)
+        assert loaded.data["w"].tolist() == [1.0] * 3
+    controller.stop_controller(fl_ctx)
+    assert not list((tmp_path / "models").iterdir())
+    assert len(persistor.get_model_inventory(fl_ctx)) == 2
 
 
 def test_it_takes_the_place_of_nvflares():

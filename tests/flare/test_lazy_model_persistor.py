@@ -397,7 +397,7 @@ def test_the_pytorch_file_is_one_that_nvflares_persistor_goes_on_from(start, fl_
     """At the end of the run, in its layout: `torch.load` reads it safely, and so does that persistor."""
     persistor = start(model=Small(), save_pytorch=True)
     round_of(persistor, fl_ctx, result, 0, 1.0)
-    persistor.handle_event(EventType.ABOUT_TO_END_RUN, fl_ctx)
+    persistor.handle_event(EventType.END_RUN, fl_ctx)
     written = (tmp_path / "app" / MODEL_NAME).with_suffix(".pt")
     assert values(torch.load(written, weights_only=True)["model"]) == {**WEIGHTS, "layer.bias": [1.0]}
     stock = PTFileModelPersistor(model=Small(), source_ckpt_file_full_name=str(written), allow_numpy_conversion=False)
