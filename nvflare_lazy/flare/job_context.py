@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from nvflare.apis.client import Client
 from nvflare.apis.dxo import DataKind
-from nvflare.apis.fl_constant import FLContextKey, ServerCommandKey
+from nvflare.apis.fl_constant import FLContextKey, ProcessType, ServerCommandKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.model import ModelLearnableKey
 from nvflare.app_common.aggregators.intime_accumulate_model_aggregator import InTimeAccumulateWeightedAggregator
 from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.ccwf.swarm_client_ctl import SwarmClientController
 from nvflare.app_common.workflows.fedavg import FedAvg
 from nvflare.app_common.workflows.scaffold import Scaffold
 
@@ -74,6 +75,16 @@ def global_weights(fl_ctx: FLContext | None) -> Mapping[str, Any] | None:
     return weights if isinstance(weights, Mapping) and weights else None
 
 
+def keep_global_weights(fl_ctx: FLContext) -> None:
+    """Keep the names of the global model on a client, whose training script gets the same dictionary and may change it.
+
+    Swarm learning compares results with the model, and saves it if it is the best.
+    """
+    learnable, weights = fl_ctx.get_prop(AppConstants.GLOBAL_MODEL), global_weights(fl_ctx)
+    if weights is not None:
+        learnable[ModelLearnableKey.WEIGHTS] = dict(weights)
+
+
 def sender_of(fl_ctx: FLContext) -> str | None:
     """Return the name of the process whose message NVFlare is processing, or None if there is none.
 
@@ -83,7 +94,9 @@ def sender_of(fl_ctx: FLContext) -> str | None:
     peer = fl_ctx.get_peer_context()
     if peer is None:
         return None
-    message = peer.get_prop(FLContextKey.SHAREABLE)
+    # Only the server knows tokens. In swarm learning, a client that aggregates has what the sender claims.
+    is_client = fl_ctx.get_process_type() == ProcessType.CLIENT_JOB
+    message = None if is_client else peer.get_prop(FLContextKey.SHAREABLE)
     client = message.get_header(ServerCommandKey.FL_CLIENT) if isinstance(message, Shareable) else None
     name: str | None = client.name if isinstance(client, Client) else peer.get_identity_name(default=None)
     return name
@@ -118,8 +131,7 @@ class RunningAggregation:
 
 def running_aggregation(fl_ctx: FLContext) -> RunningAggregation:
     """Return the known properties of the aggregation of the running workflow."""
-    workflow = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "current_wf", None)
-    controller = getattr(workflow, "controller", None)
+    controller = _controller_of(fl_ctx)
     aggregator: Any = getattr(controller, "aggregator", None)
     exclude: Any
     if type(aggregator) is InTimeAccumulateWeightedAggregator:
@@ -131,6 +143,21 @@ def running_aggregation(fl_ctx: FLContext) -> RunningAggregation:
         has_controls = isinstance(controller, Scaffold)
         return RunningAggregation(_pattern(exclude), True, first_kind_wins=True, has_controls=has_controls)
     return RunningAggregation(_pattern(getattr(aggregator, "exclude_vars", None)))
+
+
+def trainers(fl_ctx: FLContext) -> list[str]:
+    """Return the clients whose results this client aggregates in swarm learning."""
+    found = getattr(_controller_of(fl_ctx), "trainers", None)
+    return list(found or ())
+
+
+def _controller_of(fl_ctx: FLContext) -> Any:
+    """Return the controller of the running workflow, which is an executor in swarm learning, or None."""
+    runner = fl_ctx.get_prop(FLContextKey.RUNNER)
+    if fl_ctx.get_process_type() != ProcessType.CLIENT_JOB:
+        return getattr(getattr(runner, "current_wf", None), "controller", None)
+    executors = getattr(getattr(runner, "task_router", None), "task_table", {}).values()
+    return next((executor for executor in executors if isinstance(executor, SwarmClientController)), None)
 
 
 def _of_single_dxo(setting: Any) -> Any:

@@ -100,7 +100,9 @@ class RoundLog:
         self._started = 0.0
         self._announced = True
         self._sent: dict[str, float] = {}
-        self._results: dict[str, ContributionRecord] = {}
+        # Results without a verdict: some controllers, such as NVFlare's `CyclicController`, report none.
+        self._unjudged: dict[str, ContributionRecord] = {}
+        self._judged: dict[str, ContributionRecord] = {}
         self._reasons: dict[str, str] = {}
         # A client can send further results, for tasks that do not exist. They change nothing about the accepted one.
         self._accepted: set[str] = set()
@@ -116,7 +118,8 @@ class RoundLog:
         with self._lock:
             self._record, self._started, self._announced = RoundRecord(number), time.monotonic(), announced
             self._sent.clear()
-            self._results.clear()
+            self._unjudged.clear()
+            self._judged.clear()
             self._reasons.clear()
             self._accepted.clear()
 
@@ -131,7 +134,7 @@ class RoundLog:
         """Record that the result of a client was received."""
         with self._lock:
             sent = self._sent.get(client)
-            self._results[client] = ContributionRecord(
+            self._unjudged[client] = ContributionRecord(
                 client=client,
                 round=self._record.round if self._record else None,
                 nbytes=nbytes,
@@ -150,23 +153,30 @@ class RoundLog:
     def on_verdict(self, client: str, *, accepted: bool) -> None:
         """Record and log whether the result of a client was accepted."""
         with self._lock:
-            record = self._results.get(client) or ContributionRecord(
-                client, self._record.round if self._record else None, 0, 0, False, None
-            )
-            self._results[client] = record
-            record.accepted = accepted
+            record = self._unjudged.pop(client, None)
             if accepted:
                 self._accepted.add(client)
-            else:
+            if record is None:
+                if accepted:
+                    return  # an evaluation, which has no tensors
+                record = ContributionRecord(client, self._record.round if self._record else None, 0, 0, False, None)
+            self._judged[client] = record
+            record.accepted = accepted
+            if not accepted:
                 record.reason = self._reasons.setdefault(client, "rejected by the controller or aggregator")
-            self._write("contribution", asdict(record))
+            self._report(record)
+
+    def _report(self, record: ContributionRecord) -> None:
+        self._write("contribution", asdict(record))
+        if record.reason is not None and not record.tensors:
+            self._log(_in_round(record.round, f"the result of {record.client} is not used: {record.reason}"))
+            return
         where = "on disk" if record.on_disk else "in memory"
+        size = f"{format_size(record.nbytes)} in {record.tensors} tensors, {where}" if record.tensors else "no tensors"
         after = "" if record.seconds is None else f" after {record.seconds:.1f} s"
-        verdict = "" if accepted else f"; not used: {record.reason}"
-        self._log(
-            f"Round {record.round}: received the result of {client}{after}: {format_size(record.nbytes)} in "
-            f"{record.tensors} tensors, {where}; memory {format_size(anonymous_bytes())}{verdict}"
-        )
+        unused = "" if record.reason is None else f"; not used: {record.reason}"
+        line = f"received the result of {record.client}{after}: {size}; memory {format_size(anonymous_bytes())}{unused}"
+        self._log(_in_round(record.round, line))
 
     def on_aggregated(self, seconds: float, clients: list[str]) -> None:
         """Record an aggregation."""
@@ -179,23 +189,30 @@ class RoundLog:
         """End the round, if there is one, and log its record."""
         with self._lock:
             record, self._record = self._record, None
-            has_verdicts = any(result.accepted is not None for result in self._results.values())
-            if record is None or not (has_verdicts or self._announced):
+            if record is not None:
+                for result in self._unjudged.values():
+                    result.reason = self._reasons.get(result.client)
+                    self._report(result)
+            is_relay = bool(self._unjudged) and not self._judged and not self._accepted
+            results = {**self._unjudged, **self._judged}
+            self._unjudged.clear()
+            is_evaluation = not results and not self._reasons and bool(self._accepted)
+            if record is None or is_evaluation or not (results or self._announced):
                 return None
-            # Without a report of the aggregation, it used what was accepted.
+            # Without a report of the aggregation, it used all accepted results.
             aggregated = self._accepted if record.aggregation_seconds is None else set(record.aggregated)
             skipped = dict.fromkeys(self._accepted, "not aggregated") | self._reasons
             for client in record.tasked:
-                if client not in self._results:
+                if client not in results and client not in self._accepted:
                     skipped.setdefault(client, "no result received")
             record.aggregated = sorted(aggregated)
             record.skipped = {client: reason for client, reason in sorted(skipped.items()) if client not in aggregated}
-            record.received_bytes = sum(result.nbytes for result in self._results.values())
+            record.received_bytes = sum(result.nbytes for result in results.values())
             record.seconds = round(time.monotonic() - self._started, 3)
             record.memory_bytes = anonymous_bytes()
             record.scratch_bytes, record.scratch_peak_bytes = scratch_bytes, scratch_peak_bytes
             self._write("round", asdict(record))
-        self._log(_line(record))
+        self._log(_line(record, len(results) if is_relay else None))
         if self._on_round_end is not None:
             self._on_round_end(record)
         return record
@@ -212,12 +229,22 @@ class RoundLog:
             self._path = None
 
 
-def _line(record: RoundRecord) -> str:
+def _in_round(number: int | None, line: str) -> str:
+    return line[0].upper() + line[1:] if number is None else f"Round {number}: {line}"
+
+
+def _line(record: RoundRecord, relayed: int | None) -> str:
     aggregation = "" if record.aggregation_seconds is None else f" (aggregation {record.aggregation_seconds:.1f} s)"
     skipped = "; ".join(f"{client} ({reason})" for client, reason in record.skipped.items()) or "none"
+    received = format_size(record.received_bytes)
+    if relayed is None:
+        of = max(len(record.tasked), len(record.aggregated))
+        done = f"aggregated {len(record.aggregated)} of {of} results, received {received}"
+    else:
+        done = f"received {relayed} results, {received}"
     return (
-        f"Round {record.round} finished in {record.seconds:.1f} s{aggregation}: aggregated {len(record.aggregated)} of "
-        f"{max(len(record.tasked), len(record.aggregated))} results, received {format_size(record.received_bytes)}; "
+        f"{'A round' if record.round is None else f'Round {record.round}'} finished in {record.seconds:.1f} s"
+        f"{aggregation}: {done}; "
         f"memory {format_size(record.memory_bytes)}, scratch {format_size(record.scratch_bytes)} "
         f"(peak {format_size(record.scratch_peak_bytes)}); skipped: {skipped}"
     )

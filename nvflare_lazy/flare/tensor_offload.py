@@ -7,7 +7,7 @@ logs each round. Controllers, aggregators, persistors and filters are unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -65,8 +65,8 @@ _RETURN_CODES = [code for name, code in vars(ReturnCode).items() if not name.sta
 class TensorOffload(FLComponent):
     """Receives tensors and arrays on disk, in the process whose configuration names it.
 
-    On the server, these are the results of the clients; on a client, the global model. The other side does not need
-    this package.
+    On the server, these are the results of the clients; on a client, the global model, and in swarm learning the
+    results of other clients. The other side does not need this package.
 
     | to                                    | set                                                            |
     |---------------------------------------|----------------------------------------------------------------|
@@ -82,8 +82,8 @@ class TensorOffload(FLComponent):
         min_free: Space to keep free on that file system. Default: 1 GiB, or a twentieth of a small file system.
         memory_budget: Memory for receiving and, with `LazyAggregator`, for aggregation.
         max_result_size: Maximum bytes of tensors in one result; a larger result is rejected before it is received.
-            Default: on the server, twice the tensors of the task or of the global model, and at least 64 MiB. There is
-            no limit on a client, and none while no model is known.
+            Default: on the server, and on a client that aggregates, twice the tensors of the task or of the global
+            model, and at least 64 MiB. Other clients have no limit, and there is none while no model is known.
         params_type: On the server: "FULL" if clients send models, "DIFF" if they send differences; other results are
             rejected. Default: with NVFlare's FedAvg, the kind of most results of the previous round.
 
@@ -133,20 +133,48 @@ class TensorOffload(FLComponent):
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         if event_type == EventType.START_RUN:
             self._start(fl_ctx)
+        elif event_type == EventType.END_RUN:
+            self._end()
+        elif fl_ctx.get_process_type() == ProcessType.CLIENT_JOB:
+            self._on_client(event_type, fl_ctx)
         elif event_type == EventType.AFTER_TASK_DATA_FILTER:
             self._on_task_sent(fl_ctx)
         elif event_type == EventType.BEFORE_TASK_RESULT_FILTER:
-            self._on_result(fl_ctx)
+            self._on_result(fl_ctx.get_prop(FLContextKey.TASK_RESULT), fl_ctx)
         elif event_type == EventType.AFTER_TASK_RESULT_FILTER:
-            self._accept(fl_ctx)
+            self._accept(fl_ctx.get_prop(FLContextKey.TASK_RESULT), fl_ctx)
         elif event_type == AppEventType.ROUND_STARTED:
             self._start_round(fl_ctx.get_prop(AppConstants.CURRENT_ROUND))
         elif event_type == AppEventType.AFTER_CONTRIBUTION_ACCEPT:
             self._on_verdict(fl_ctx)
         elif event_type in (AppEventType.AFTER_LEARNABLE_PERSIST, EventType.END_WORKFLOW):
             self._end_round()
-        elif event_type == EventType.END_RUN:
-            self._end()
+
+    def _on_client(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Handle the events of a client, which aggregates results of other clients in swarm learning only.
+
+        Events of tasks are about its own results, and about messages whose tensors have not been received.
+        """
+        if event_type == AppEventType.ROUND_STARTED:
+            self._start_gathering(fl_ctx)
+        elif event_type == AppEventType.BEFORE_CONTRIBUTION_ACCEPT:
+            result = fl_ctx.get_prop(AppConstants.TRAINING_RESULT)
+            self._on_result(result, fl_ctx)
+            self._accept(result, fl_ctx)
+        elif event_type == AppEventType.AFTER_CONTRIBUTION_ACCEPT:
+            self._on_verdict(fl_ctx)
+        elif event_type == AppEventType.AFTER_AGGREGATION:
+            self._end_round()
+
+    def _start_gathering(self, fl_ctx: FLContext) -> None:
+        """Start a round on a client that may aggregate it; a round in which another client does is not logged."""
+        job_context.keep_global_weights(fl_ctx)
+        number = fl_ctx.get_prop(AppConstants.CURRENT_ROUND)
+        self._start_round(number, announced=False)
+        self._limit_results(None, number, fl_ctx)
+        if self.round_log is not None:
+            for client in job_context.trainers(fl_ctx):
+                self.round_log.on_task_sent(client)
 
     # ---- the run -------------------------------------------------------------------------------------------------
 
@@ -191,17 +219,16 @@ class TensorOffload(FLComponent):
 
     def _on_task_sent(self, fl_ctx: FLContext) -> None:
         client, task = job_context.sender_of(fl_ctx), fl_ctx.get_prop(FLContextKey.TASK_DATA)
-        number = task.get_header(AppConstants.CURRENT_ROUND) if isinstance(task, Shareable) else None
-        if self.round_log is None or not client:
+        if self.round_log is None or not client or not isinstance(task, Shareable):
             return
-        if fl_ctx.get_process_type() == ProcessType.SERVER_JOB and isinstance(task, Shareable):
-            self._limit_results(task, number, fl_ctx)
+        number = task.get_header(AppConstants.CURRENT_ROUND)
+        self._limit_results(task, number, fl_ctx)
         if number is not None and number != self._round:
             # Some controllers, such as NVFlare's SCAFFOLD, do not announce rounds.
             self._start_round(number, announced=False)
         self.round_log.on_task_sent(client)
 
-    def _limit_results(self, task: Shareable, number: object, fl_ctx: FLContext) -> None:
+    def _limit_results(self, task: Shareable | None, number: object, fl_ctx: FLContext) -> None:
         """Let results be as large as the largest model of the job so far permits, once per task."""
         key = number, fl_ctx.get_prop(FLContextKey.TASK_NAME)
         if key == self._measured:
@@ -212,37 +239,34 @@ class TensorOffload(FLComponent):
             self._model_size = size
             offload.runtime.limit_payloads(PayloadLimits.for_model(size, self._max_result_bytes))
 
-    def _on_result(self, fl_ctx: FLContext) -> None:
-        client, result = job_context.sender_of(fl_ctx), fl_ctx.get_prop(FLContextKey.TASK_RESULT)
+    def _on_result(self, result: object, fl_ctx: FLContext) -> None:
+        client = job_context.sender_of(fl_ctx)
         code = result.get_return_code() if isinstance(result, Shareable) else None
-        if code not in (None, *_RETURN_CODES):
+        if isinstance(result, Shareable) and code not in (None, *_RETURN_CODES):
             # NVFlare writes it to the log as it is.
             result.set_return_code(ReturnCode.EXECUTION_EXCEPTION)
         if self.round_log is not None and client and code not in (None, ReturnCode.OK):
             self.round_log.on_skip(client, f"its task ended with {described(code)}")
         try:
-            dxo = _decoded(fl_ctx)
+            dxo = _decoded(result)
         except Exception:
             return  # logged when it is rejected
-        if self.round_log is None or not client or dxo is None or job_context.kind_of_data(dxo.data_kind) is None:
+        if self.round_log is None or not client or dxo is None or dxo.data_kind == DataKind.METRICS:
             return
-        # SCAFFOLD sends control variates in the metadata.
-        parts = (part for part in (dxo.data, *dxo.meta.values()) if isinstance(part, dict))
-        values = [value for part in parts for value in part.values() if is_weight(value)]
-        on_disk = any(map(is_lazy, values))
-        nbytes = sum(spec.dtype.itemsize * prod(spec.shape) for spec in map(spec_or_none, values) if spec is not None)
-        self.round_log.on_result(client, nbytes, len(values), on_disk=on_disk)
+        # SCAFFOLD sends control variates in the metadata, and filters that quantize send most of the bytes there.
+        values = [value for _, value in _weights_in((dxo.data, dxo.meta))]
+        if values or job_context.kind_of_data(dxo.data_kind):
+            nbytes = sum(spec.dtype.itemsize * prod(spec.shape) for spec in map(spec_or_none, values) if spec)
+            self.round_log.on_result(client, nbytes, len(values), on_disk=any(map(is_lazy, values)))
 
-    def _accept(self, fl_ctx: FLContext) -> None:
+    def _accept(self, shareable: Any, fl_ctx: FLContext) -> None:
         """Replace what a client states by plain values, before a controller or aggregator reads it, or reject it."""
-        if fl_ctx.get_process_type() == ProcessType.CLIENT_JOB:
-            return  # its own result
         client, running = job_context.sender_of(fl_ctx), job_context.running_aggregation(fl_ctx)
         try:
-            dxo = _decoded(fl_ctx)
+            dxo = _decoded(shareable)
         except Exception as error:
             reason = f"it cannot be decoded: {type(error).__name__}: {quoted(str(error))}"
-            self._reject(client or "a client", DXO(DataKind.WEIGHTS, data={}), reason, running, fl_ctx)
+            self._reject(client or "a client", shareable, DXO(DataKind.WEIGHTS, data={}), reason, running, fl_ctx)
             return
         if not client or dxo is None or dxo.data_kind == DataKind.METRICS:
             return
@@ -255,10 +279,11 @@ class TensorOffload(FLComponent):
         if own_kind is None and not running.by_nvflare:
             return
         try:
-            result = self._accept_stated(client, dxo, running, fl_ctx)
+            result, accepted = self._accept_stated(client, dxo, running, fl_ctx)
         except ResultMismatchError as error:
-            self._reject(client, dxo, str(error), running, fl_ctx)
+            self._reject(client, shareable, dxo, str(error), running, fl_ctx)
             return
+        accepted.update_shareable(shareable)
         self._first_kind = self._first_kind or result.kind
         if result.dropped_metrics:
             self.log_warning(
@@ -267,7 +292,9 @@ class TensorOffload(FLComponent):
                 fire_event=False,
             )
 
-    def _accept_stated(self, client: str, dxo: DXO, running: RunningAggregation, fl_ctx: FLContext) -> AcceptedResult:
+    def _accept_stated(
+        self, client: str, dxo: DXO, running: RunningAggregation, fl_ctx: FLContext
+    ) -> tuple[AcceptedResult, DXO]:
         reference = job_context.global_weights(fl_ctx)
         result = accept_result(
             client,
@@ -286,15 +313,15 @@ class TensorOffload(FLComponent):
             raise ResultMismatchError(f"the result of {shown(client)} is encrypted, or processed in another way")
         if running.ignores_zero_steps and not result.steps:
             raise ResultMismatchError(f"{shown(client)} reports 0 training steps, which have no weight")
-        _write_back(dxo, result, reference or {}).update_shareable(fl_ctx.get_prop(FLContextKey.TASK_RESULT))
-        return result
+        return result, _write_back(dxo, result, reference or {})
 
     def _kind_of(self, running: RunningAggregation) -> ParamsType | None:
         """Return the kind of the round if NVFlare would take that of the first result, whatever the others send."""
         return self._previous_kind or self._first_kind if running.first_kind_wins else None
 
-    def _reject(self, client: str, dxo: DXO, reason: str, running: RunningAggregation, fl_ctx: FLContext) -> None:
-        shareable = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
+    def _reject(
+        self, client: str, shareable: Shareable, dxo: DXO, reason: str, running: RunningAggregation, fl_ctx: FLContext
+    ) -> None:
         # Controllers skip a result without tensors, and aggregators tolerate it; none of them tolerates that reading a
         # tensor fails after half of the result is added.
         if isinstance(dxo.data, dict):
@@ -350,31 +377,37 @@ class TensorOffload(FLComponent):
                 send_analytic_dxo(self, dxo, fl_ctx)
 
 
-def _size_of(value: object) -> PayloadSize:
-    """Return the size of all tensors in nested dictionaries, such as a task with a model and its control variates."""
-    nbytes = tensors = name_bytes = 0
+def _weights_in(value: object) -> Iterator[tuple[object, Any]]:
+    """Yield all tensors and arrays in nested collections, such as a task with a model and its control variates."""
     waiting = [value]
     while waiting:
         part = waiting.pop()
+        if isinstance(part, DXO):
+            part = part.data, part.meta
         if isinstance(part, (list, tuple)):
             part = dict(enumerate(part))
         for name, item in part.items() if isinstance(part, Mapping) else ():
             if is_weight(item):
-                nbytes += item.nbytes
-                tensors += 1
-                name_bytes += len(str(name).encode())
+                yield name, item
             else:
                 waiting.append(item)
+
+
+def _size_of(value: object) -> PayloadSize:
+    nbytes = tensors = name_bytes = 0
+    for name, item in _weights_in(value):
+        nbytes += item.nbytes
+        tensors += 1
+        name_bytes += len(str(name).encode())
     return PayloadSize(nbytes, tensors, name_bytes)
 
 
-def _decoded(fl_ctx: FLContext) -> DXO | None:
-    """Return the result that NVFlare is processing, or None if it is missing or not a DXO.
+def _decoded(result: object) -> DXO | None:
+    """Return the result that NVFlare is processing, or None if it failed or is not a DXO.
 
     Raises:
         Exception: If its header names a DXO, and its content is not one.
     """
-    result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
     if not isinstance(result, Shareable) or result.get_return_code() != ReturnCode.OK:
         return None
     _make_rounds_plain(result)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
@@ -16,6 +17,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
+from nvflare.app_common.ccwf.swarm_client_ctl import SwarmClientController
 from nvflare.app_common.executors.client_api_executor import ClientAPIExecutor
 from nvflare.private.fed.client.client_runner import TaskRouter
 
@@ -191,7 +193,8 @@ def test_what_came_is_all_that_came(fl_ctx, tmp_path, caplog):
 
 
 def test_a_controller_that_announces_no_rounds(fl_ctx, tmp_path, caplog):
-    """A round begins with its first task and ends with the model; without contributions there is nothing to tell."""
+    """A round begins with its first task and ends with the model; one without verdicts, as of NVFlare's cyclic one,
+    has results."""
     caplog.set_level("INFO")
     component = TensorOffload(str(tmp_path / "root"))
     component.handle_event(EventType.START_RUN, fl_ctx)
@@ -209,11 +212,12 @@ def test_a_controller_that_announces_no_rounds(fl_ctx, tmp_path, caplog):
     # A task that comes after the last round, such as one of an evaluation.
     component.handle_event(EventType.AFTER_TASK_DATA_FILTER, fl_ctx)
     component.handle_event(EventType.END_RUN, fl_ctx)
-    assert re.findall(r"Round (\d) finished .*: aggregated (1 of 1) results, received 1.0 KiB", caplog.text) == [
-        ("0", "1 of 1"),
-        ("2", "1 of 1"),
+    assert re.findall(r"Round (\d) finished in [\d.]+ s: (.*); memory", caplog.text) == [
+        ("0", "aggregated 1 of 1 results, received 1.0 KiB"),
+        ("1", "received 1 results, 1.0 KiB"),
+        ("2", "aggregated 1 of 1 results, received 1.0 KiB"),
     ]
-    assert caplog.text.count("finished") == 2
+    assert re.findall(r"Round (\d): received the result of site-1 after", caplog.text) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize(("task", "code"), [("train", ReturnCode.OK), ("submit_model", "EXECUTION_RESULT_ERROR")])
@@ -254,6 +258,117 @@ def test_a_failed_task_with_a_forged_return_code(fl_ctx, tmp_path, caplog):
     component.handle_event(EventType.END_RUN, fl_ctx)
     assert r"skipped: site-1 (its task ended with 'OK\nFORGED\x1b[2J')" in caplog.messages[-1]
     assert result.get_return_code() == ReturnCode.EXECUTION_EXCEPTION
+
+
+def judge(component, fl_ctx, result, accepted):
+    """Let a controller on the server judge a result of site-1."""
+    receive_from(fl_ctx, "site-1", result)
+    component.handle_event(EventType.BEFORE_TASK_RESULT_FILTER, fl_ctx)
+    fl_ctx.set_prop(AppConstants.AGGREGATION_ACCEPTED, accepted)
+    component.handle_event(AppEventType.AFTER_CONTRIBUTION_ACCEPT, fl_ctx)
+
+
+def test_an_evaluation_has_no_record(fl_ctx, tmp_path, caplog):
+    """Neither by itself nor within a round, whose model is told once; a metric that is a tensor changes nothing."""
+    caplog.set_level("INFO")
+    component = TensorOffload(str(tmp_path / "root"))
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    metrics = DXO(DataKind.METRICS, data={"accuracy": torch.tensor(0.5)}).to_shareable()
+    judge(component, fl_ctx, metrics, accepted=True)
+    component.handle_event(AppEventType.ROUND_STARTED, fl_ctx)
+    judge(component, fl_ctx, metrics, accepted=True)
+    component.handle_event(EventType.END_WORKFLOW, fl_ctx)
+    assert "Round" not in caplog.text
+    component.handle_event(AppEventType.ROUND_STARTED, fl_ctx)
+    judge(component, fl_ctx, DXO(DataKind.WEIGHTS, data={"w": torch.zeros(256)}).to_shareable(), accepted=True)
+    judge(component, fl_ctx, metrics, accepted=True)
+    component.handle_event(EventType.END_RUN, fl_ctx)
+    assert caplog.text.count("received the result of site-1") == 1
+    assert "aggregated 1 of 1 results, received 1.0 KiB" in caplog.messages[-1]
+
+
+def test_an_aborted_task_has_no_size(fl_ctx, tmp_path, caplog):
+    """There is a reason instead of bytes; without a round, the line begins without its number."""
+    caplog.set_level("INFO")
+    component = TensorOffload(str(tmp_path / "root"))
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    component.handle_event(AppEventType.ROUND_STARTED, fl_ctx)
+    judge(component, fl_ctx, make_reply(ReturnCode.TASK_ABORTED), accepted=False)
+    assert caplog.messages[-1] == ("Round 0: the result of site-1 is not used: its task ended with 'TASK_ABORTED'")
+    component.handle_event(EventType.END_WORKFLOW, fl_ctx)
+    assert caplog.messages[-1].endswith("skipped: site-1 (its task ended with 'TASK_ABORTED')")
+    judge(component, fl_ctx, DXO(DataKind.WEIGHTS, data={"w": torch.zeros(256)}).to_shareable(), accepted=True)
+    assert caplog.messages[-1].startswith("Received the result of site-1: 1.0 KiB in 1 tensors, in memory; memory ")
+
+
+@pytest.mark.parametrize("kind", ["adaquant", "encrypted"])
+def test_results_that_filters_have_changed(fl_ctx, tmp_path, caplog, kind):
+    """A filter that quantizes sends the bytes in the metadata, below the names; other objects are no tensors."""
+    caplog.set_level("INFO")
+    component = TensorOffload(str(tmp_path / "root"))
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    component.handle_event(AppEventType.ROUND_STARTED, fl_ctx)
+    quantized = {"quant_state": {"w": {"compressed_tensor": np.zeros(300, np.uint8), "norm": 1.0}}}
+    dxo = (
+        DXO(DataKind.WEIGHTS, data={"w": torch.zeros(1, dtype=torch.bool)}, meta=quantized)
+        if kind == "adaquant"
+        else DXO(DataKind.WEIGHTS, data={"w": object()})
+    )
+    judge(component, fl_ctx, dxo.to_shareable(), accepted=True)
+    size = "301 B in 2 tensors, in memory" if kind == "adaquant" else "no tensors"
+    assert f"Round 0: received the result of site-1: {size}; memory" in caplog.messages[-1]
+    component.handle_event(EventType.END_RUN, fl_ctx)
+
+
+def test_a_client_that_aggregates_in_swarm_learning(fl_ctx, tmp_path, caplog):
+    """It has the contributors by name, checks their results, and says nothing of rounds that others aggregate."""
+    caplog.set_level("INFO")
+    fl_ctx.set_prop(FLContextKey.PROCESS_TYPE, ProcessType.CLIENT_JOB)
+    controller = SwarmClientController()
+    controller.trainers = ["site-1", "site-2", "site-3"]
+    router = TaskRouter()
+    router.add_executor(["swarm_*"], controller)
+    fl_ctx.set_prop(FLContextKey.RUNNER, SimpleNamespace(task_router=router))
+    component = TensorOffload(str(tmp_path / "root"))
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    said = len(caplog.messages)
+    # A round that another client aggregates: tasks from the server and from clients, and this client's own result.
+    give(fl_ctx, w=torch.zeros(40 << 18))
+    component.handle_event(AppEventType.ROUND_STARTED, fl_ctx)
+    assert offload.runtime.limits.nbytes == 80 << 20
+    for sender in ("simulator_server", "site-3"):
+        receive_from(fl_ctx, sender, DXO(DataKind.WEIGHTS, data={"w": torch.zeros(3)}).to_shareable())
+        fl_ctx.set_prop(FLContextKey.TASK_DATA, fl_ctx.get_prop(FLContextKey.TASK_RESULT))
+        for event in (
+            EventType.AFTER_TASK_DATA_FILTER,
+            EventType.BEFORE_TASK_RESULT_FILTER,
+            EventType.AFTER_TASK_RESULT_FILTER,
+        ):
+            component.handle_event(event, fl_ctx)
+    fl_ctx.set_prop(AppConstants.CURRENT_ROUND, 1)
+    give(fl_ctx, w=torch.zeros(256))
+    trained = fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)["model_weights"] = {"w": torch.zeros(256)}
+    component.handle_event(AppEventType.ROUND_STARTED, fl_ctx)
+    trained.clear()  # by the script
+    assert caplog.messages[said:] == []
+    for sender, elements in (("site-1", 256), ("site-2", 5)):
+        result = DXO(DataKind.WEIGHTS, data={"w": torch.zeros(elements)}).to_shareable()
+        receive_from(fl_ctx, sender, Shareable())
+        fl_ctx.set_prop(AppConstants.TRAINING_RESULT, result)
+        component.handle_event(AppEventType.BEFORE_CONTRIBUTION_ACCEPT, fl_ctx)
+        fl_ctx.set_prop(AppConstants.AGGREGATION_ACCEPTED, bool(from_shareable(result).data))
+        component.handle_event(AppEventType.AFTER_CONTRIBUTION_ACCEPT, fl_ctx)
+    component.handle_event(AppEventType.AFTER_AGGREGATION, fl_ctx)
+    component.handle_event(EventType.END_RUN, fl_ctx)
+    lines = [line for line in caplog.messages[said:] if line.startswith("Round")]
+    assert [line.partition(" after ")[0] for line in lines[:2]] == [
+        f"Round 1: received the result of site-{site}" for site in (1, 2)
+    ]
+    assert "not used: the result of site-2 cannot be used: 'w' has shape [5]" in lines[1]
+    assert "Round 1 finished in" in lines[2]
+    assert "aggregated 1 of 3 results" in lines[2]
+    assert "site-3 (no result received)" in lines[2]
+    assert len(lines) == 3
 
 
 def _attach(mode):
