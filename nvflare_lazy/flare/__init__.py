@@ -8,6 +8,7 @@ LazyModelLocator        offers these checkpoints to cross-site evaluation
 LazyFedAvg              FedAvg that resumes after a restart, and need not wait for all clients
 LazyScaffold            SCAFFOLD with its control variates on disk
 LazyCrossSiteEval       cross-site evaluation that forwards models from disk
+LazySwarmClientController   swarm learning in which clients aggregate on disk
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.flare.lazy_model_locator import LazyModelLocator as LazyModelLocator
     from nvflare_lazy.flare.lazy_model_persistor import LazyModelPersistor as LazyModelPersistor
     from nvflare_lazy.flare.lazy_scaffold import LazyScaffold as LazyScaffold
+    from nvflare_lazy.flare.lazy_swarm_client_controller import LazySwarmClientController as LazySwarmClientController
     from nvflare_lazy.flare.tensor_offload import TensorOffload as TensorOffload
 
 _LAZY_EXPORTS = {
@@ -31,6 +33,7 @@ _LAZY_EXPORTS = {
     "LazyModelLocator": "lazy_model_locator",
     "LazyModelPersistor": "lazy_model_persistor",
     "LazyScaffold": "lazy_scaffold",
+    "LazySwarmClientController": "lazy_swarm_client_controller",
     "TensorOffload": "tensor_offload",
 }
 
@@ -41,6 +44,7 @@ __all__ = [
     "LazyModelLocator",
     "LazyModelPersistor",
     "LazyScaffold",
+    "LazySwarmClientController",
     "TensorOffload",
 ]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from nvflare.apis.dxo import DXO, from_shareable
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import FLContextKey, WorkspaceConstants
+from nvflare.apis.fl_constant import FLContextKey, ProcessType, WorkspaceConstants
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from nvflare.app_common.abstract.model import (
@@ -154,13 +154,26 @@ class LazyModelPersistor(ModelPersistor):
             raise JobCheckpointError("the persistor has no checkpoints before the run starts")
         return self._store
 
+    def add_tied_names(self, task: object) -> None:
+        """Add tied tensors under all their names to a task for a client; in swarm learning, each client does it."""
+        if self.names is None or not self.names.tied or not isinstance(task, Shareable):
+            return
+        if task.get_header(ReservedHeaderKey.CONTENT_TYPE) != "DXO":
+            return
+        dxo = from_shareable(task)
+        if job_context.kind_of_data(dxo.data_kind) is None:
+            return
+        # SCAFFOLD sends control variates in the metadata.
+        controls = {key: self.names.with_tied(part) for key, part in dxo.meta.items() if isinstance(part, dict)}
+        DXO(dxo.data_kind, self.names.with_tied(dxo.data), {**dxo.meta, **controls}).update_shareable(task)
+
     # ---- NVFlare's side ------------------------------------------------------------------------------------------
 
     def handle_event(self, event: str, fl_ctx: FLContext) -> None:
         if event == EventType.START_RUN:
             self._start(fl_ctx)
-        elif event == EventType.BEFORE_TASK_DATA_FILTER:
-            self._send_all_names(fl_ctx)
+        elif event == EventType.BEFORE_TASK_DATA_FILTER and fl_ctx.get_process_type() != ProcessType.CLIENT_JOB:
+            self.add_tied_names(fl_ctx.get_prop(FLContextKey.TASK_DATA))
         elif event == AppEventType.GLOBAL_BEST_MODEL_AVAILABLE:
             self._save_best(fl_ctx)
         elif event == EventType.END_RUN:
@@ -270,20 +283,6 @@ class LazyModelPersistor(ModelPersistor):
         self.names = TensorNames(
             {name: stored for name, stored in tied.items() if not (excluded and excluded.search(name))}, excluded
         )
-
-    def _send_all_names(self, fl_ctx: FLContext) -> None:
-        """Send tied tensors under all their names."""
-        task = fl_ctx.get_prop(FLContextKey.TASK_DATA)
-        if self.names is None or not self.names.tied or not isinstance(task, Shareable):
-            return
-        if task.get_header(ReservedHeaderKey.CONTENT_TYPE) != "DXO":
-            return
-        dxo = from_shareable(task)
-        if job_context.kind_of_data(dxo.data_kind) is None:
-            return
-        # SCAFFOLD sends control variates in the metadata.
-        controls = {key: self.names.with_tied(part) for key, part in dxo.meta.items() if isinstance(part, dict)}
-        DXO(dxo.data_kind, self.names.with_tied(dxo.data), {**dxo.meta, **controls}).update_shareable(task)
 
     def _from_model(self, fl_ctx: FLContext) -> LazyTensorDict:
         model: Any = fl_ctx.get_engine().get_component(self.model) if isinstance(self.model, str) else self.model

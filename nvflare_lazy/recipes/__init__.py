@@ -17,16 +17,25 @@ if TYPE_CHECKING:
     from nvflare_lazy.recipes.fedprox import FedProxRecipe as FedProxRecipe
     from nvflare_lazy.recipes.options import make_lazy as make_lazy
     from nvflare_lazy.recipes.scaffold import ScaffoldRecipe as ScaffoldRecipe
+    from nvflare_lazy.recipes.swarm import SwarmLearningRecipe as SwarmLearningRecipe
 
 _LAZY_EXPORTS = {
     "FedAvgRecipe": "fedavg",
     "FedOptRecipe": "fedopt",
     "FedProxRecipe": "fedprox",
     "ScaffoldRecipe": "scaffold",
+    "SwarmLearningRecipe": "swarm",
     "make_lazy": "options",
 }
 
-__all__ = ["FedAvgRecipe", "FedOptRecipe", "FedProxRecipe", "ScaffoldRecipe", "make_lazy"]
+__all__ = [
+    "FedAvgRecipe",
+    "FedOptRecipe",
+    "FedProxRecipe",
+    "ScaffoldRecipe",
+    "SwarmLearningRecipe",
+    "make_lazy",
+]
 
 
 def __getattr__(name: str) -> Any:

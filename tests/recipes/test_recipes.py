@@ -11,11 +11,12 @@ from nvflare.app_opt.pt.recipes import FedAvgRecipe as StockFedAvg
 from nvflare.app_opt.pt.recipes.fedopt import FedOptRecipe as StockFedOpt
 from nvflare.app_opt.pt.recipes.fedprox import FedProxRecipe as StockFedProx
 from nvflare.app_opt.pt.recipes.scaffold import ScaffoldRecipe as StockScaffold
+from nvflare.app_opt.pt.recipes.swarm import SwarmLearningRecipe as StockSwarm
 from nvflare.client.config import TransferType
 from nvflare.recipe.utils import add_cross_site_evaluation, set_per_site_config
 
 from nvflare_lazy import save
-from nvflare_lazy.recipes import FedAvgRecipe, FedOptRecipe, FedProxRecipe, ScaffoldRecipe
+from nvflare_lazy.recipes import FedAvgRecipe, FedOptRecipe, FedProxRecipe, ScaffoldRecipe, SwarmLearningRecipe
 from tests.flare.networks import Small
 
 PAIRS = [
@@ -136,6 +137,26 @@ def test_clients_without_the_package(script, export):
     recipe = FedAvgRecipe(model=Small(), offload_clients=False, min_clients=2, num_rounds=1, train_script=script)
     assert "nvflare_lazy" not in json.dumps(export(recipe, "client"))
     assert "nvflare_lazy" in json.dumps(export(recipe))
+
+
+def test_swarm_learning(script, export):
+    """NVFlare's arguments with their defaults; our components are on the clients."""
+    given = {name: part.default for name, part in inspect.signature(StockSwarm).parameters.items()}
+    given |= {"name": "swarm", "model": Small(), "num_rounds": 2, "train_script": script, "min_clients": 2}
+    ours = {"rule": "median", "checkpoint": "/models/start", "save_pytorch": True, "scratch_quota": "1GiB"}
+    recipe = SwarmLearningRecipe(**given | {"learn_task_timeout": 77, "expected_data_kind": "WEIGHT_DIFF"} | ours)
+    config = export(recipe, "client")
+    assert component(config, "TensorOffload")["scratch_quota"] == "1GiB"
+    assert component(config, "LazyAggregator").items() >= {"rule": "median", "params_type": "DIFF"}.items()
+    persistor = component(config, "LazyModelPersistor")
+    assert persistor["model"]["path"] == "tests.flare.networks.Small"
+    assert (persistor["source_ckpt_file_full_name"], persistor["save_pytorch"]) == ("/models/start", True)
+    swarm = config["executors"][0]["executor"]
+    assert swarm["path"].endswith(".LazySwarmClientController")
+    assert swarm["args"].items() >= {"learn_task_timeout": 77, "min_responses_required": 2}.items()
+    assert "nvflare_lazy" not in json.dumps(export(recipe))
+    with pytest.raises(ValueError, match="checkpoint and initial_ckpt cannot be combined"):
+        SwarmLearningRecipe(**given | {"checkpoint": "/a", "initial_ckpt": "/b"})
 
 
 def test_sites_that_are_configured_one_by_one(script, export):

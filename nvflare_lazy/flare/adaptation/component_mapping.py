@@ -42,6 +42,7 @@ _PACKAGES = {
     "PTFedOptModelShareableGenerator": "nvflare.app_opt.pt.",
     "PTFileModelPersistor": "nvflare.app_opt.pt.",
     "PTFileModelLocator": "nvflare.app_opt.pt.",
+    "SwarmClientController": "nvflare.app_common.ccwf.",
 }
 #: Controllers that run on clients: the models of the job are there.
 _CLIENT_CONTROLLERS = ("SwarmClientController", "CyclicClientController", "CrossSiteEvalClientController")
@@ -197,6 +198,9 @@ def adapt_configs(configs: Sequence[SiteConfig], level: int, options: Adaptation
             raise JobAdaptationError(
                 f"{sides[0].config.name}: no component has a counterpart for level {level}; use level 1"
             )
+    else:
+        for side in sides:
+            side.receive_on_disk()
     for side in sides:
         if clients_hold_models != side.config.is_server or (level == 3 and not side.config.is_server):
             side.add_offload()
@@ -262,6 +266,7 @@ class _Side:
             "InTimeAccumulateWeightedAggregator": self._replace_aggregator,
             "AccumulateWeightedAggregator": self._replace_aggregator,
             "PTFileModelPersistor": self._replace_persistor,
+            "SwarmClientController": self._replace_swarm_controller,
         }
 
     def refuse(self, reason: str | None = None) -> None:
@@ -319,6 +324,12 @@ class _Side:
         taken = {part.get("id") for part in (*self.config.components, *self.config.workflows)}
         free = next(name for name in (OFFLOAD_ID, "tensor_offload", "nvflare_lazy_offload") if name not in taken)
         self.config.data.setdefault("components", []).append({"id": free, "path": _OFFLOAD, "args": given})
+
+    def receive_on_disk(self) -> None:
+        """Let NVFlare's swarm learning request results on disk: its own request for memory would be honored."""
+        for part in self.config.executors:
+            if self.config.nvflare_class(part) == "SwarmClientController":
+                _args(part)["enable_tensor_disk_offload"] = True
 
     # ---- components --------------------------------------------------------------------------------------------------
 
@@ -424,6 +435,11 @@ class _Side:
                     args[name] = PurePath(stem).stem + SUFFIX
                     args["save_pytorch"] = True
         _set_class(part, "LazyModelPersistor")
+
+    def _replace_swarm_controller(self, part: dict[str, Any]) -> None:
+        # On by default with ours.
+        _args(part).pop("enable_tensor_disk_offload", None)
+        _set_class(part, "LazySwarmClientController")
 
     def _replace_locator(self, part: dict[str, Any]) -> None:
         persistor = self.config.component(_read_args(part).get("pt_persistor_id", ""))

@@ -159,7 +159,13 @@ def test_swarm(lazy, arguments, level):
     assert "nvflare_lazy" not in json.dumps(found["server"])
     parts = ours(found["client"])
     assert parts["TensorOffload"] == {}
-    if level == 2:
+    controller = found["client"]["executors"][0]["executor"]
+    assert controller["path"].endswith("SwarmClientController")
+    if level == 1:
+        # NVFlare's controller requests results in memory otherwise.
+        assert controller["args"]["enable_tensor_disk_offload"] is True
+    else:
+        assert controller["path"] == OURS + "LazySwarmClientController"
         assert parts["LazyAggregator"] == {"params_type": "FULL"}
         assert parts["LazyModelPersistor"] == {"model": MODEL}
 
