@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nvflare_lazy.install()` without any component: in a training script, and for all jobs of a site.
+"""`nvflare_lazy.install()` in a training script.
 
 A trainer that loads the global model tensor by tensor needs no second model, neither to receive nor to send.
 """
@@ -7,23 +7,17 @@ A trainer that loads the global model tensor by tensor needs no second model, ne
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
 import nvflare_lazy
-from benchmarks.fl_job import MIB, FLJob, RunResult, run_in_simulator
-from benchmarks.fl_job.poc import run_in_poc
-from integration_tests.conftest import JobRunner, in_deployment, server_app
+from benchmarks.fl_job import MIB, FLJob, RunResult
+from integration_tests.conftest import JobRunner, server_app
 from integration_tests.expected import next_global, start, ulps
 from tests.scratch.conftest import wait_until_empty
 
 HERE = Path(__file__).parent
 TRAINER = HERE / "measured_trainer.py"
-WITNESS = HERE / "witnesses" / "witness.py"
 MODEL_MIB = 256
 
 
@@ -88,27 +82,3 @@ def test_a_script_in_the_clients_process_says_it_for_the_process(run_job: JobRun
     check(result, nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors"))
     # The simulator ends its clients' processes by a signal.
     wait_until_empty(result.workspace.parent / "scratch")
-
-
-@in_deployment
-@pytest.mark.parametrize("run", [run_in_simulator, pytest.param(run_in_poc, marks=pytest.mark.slow)])
-def test_the_environment_says_it_for_jobs_that_know_nothing_of_it(tmp_path: Path, run: Callable[..., RunResult]):
-    """NVFlare's setting of a package to import: a stock job is lazy at both ends, in the simulator and a deployment."""
-    seen, received = tmp_path / "results.jsonl", tmp_path / "models.jsonl"
-    job = FLJob(
-        mode="stock",
-        model_mib=1,
-        tensors=8,
-        rounds=2,
-        trainer=TRAINER,
-        filters=({"path": "witness.ResultWitness", "args": {"file": str(seen)}},),
-        files=(WITNESS,),
-    )
-    site = {"NVFLARE_NVFLARE_DECOMPOSERS": "nvflare_lazy.flare.decomposers", **environment(job, received)}
-    result = run(job, tmp_path, environment=site)
-    assert result.ok, result.output[-3000:]
-    every = [["LazyTensor"]] * job.clients * job.rounds
-    assert [note["types"] for note in notes(seen)] == every
-    assert [note["types"] for note in notes(received)] == every
-    check(result, torch.load(server_app(result) / "FL_global_model.pt")["model"])
-    wait_until_empty(tmp_path / "scratch")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -62,29 +61,4 @@ def test_one_bad_client_costs_only_itself_with_others_aggregators(run_job: JobRu
     saved = torch.load(server_app(result) / "FL_global_model.pt")["model"]
     value = next_global(start(2, job.elements), [1, 4]).astype(np.float32)
     assert ulps(saved["layer00002"].numpy(), next_global(value, [1, 2, 3, 4])) < 8
-    assert not left_in(result.workspace.parent / "scratch")
-
-
-@pytest.mark.parametrize("switched_on", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_nvflares_own_switch_decides_in_the_simulator_too(run_job: JobRunner, tmp_path: Path, switched_on):
-    """With the handlers in place and no component of ours, `enable_tensor_disk_offload` says where results go."""
-    seen = tmp_path / "witness.jsonl"
-    job = FLJob(
-        mode="offload",
-        model_mib=1,
-        tensors=4,
-        rounds=1,
-        # Any class of ours puts the handlers in place.
-        controller={
-            "aggregator": {"path": "nvflare_lazy.flare.LazyAggregator"},
-            "enable_tensor_disk_offload": switched_on,
-        },
-        filters=({"path": "witness.ResultWitness"},),
-        files=(WITNESS,),
-    )
-    result = run_job(job, environment={"WITNESS": str(seen)})
-    types = [json.loads(line)["types"] for line in seen.read_text().splitlines()]
-    assert types == [["LazyTensor" if switched_on else "Tensor"]] * job.clients
-    saved = torch.load(server_app(result) / "FL_global_model.pt")["model"]
-    assert ulps(saved["layer00002"].numpy(), next_global(start(2, job.elements), SITES)) <= 1
     assert not left_in(result.workspace.parent / "scratch")

@@ -17,6 +17,17 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def leave_removed_directory() -> None:
+    """Change to the root directory if the current one was removed; torch's libraries would end the process there.
+
+    NVFlare's simulator imports the package that its setting `nvflare_decomposers` names in such a directory.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os.chdir("/")
+
+
 def anonymous_bytes() -> int:
     """Return the anonymous memory of this process in bytes, or 0 where the kernel does not report it."""
     try:

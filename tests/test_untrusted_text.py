@@ -31,7 +31,7 @@ ROOT = Path(nvflare_lazy.__file__).parent
 MODULES = sorted(
     name
     for _, name, _ in pkgutil.walk_packages([str(ROOT)], "nvflare_lazy.")
-    if not name.endswith(("__main__", "flare.decomposers", "write_initial_model"))
+    if not name.endswith(("__main__", "flare.decomposers", "flare.install", "write_initial_model"))
 )
 
 

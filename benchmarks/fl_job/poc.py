@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import yaml
 
@@ -36,11 +37,19 @@ class Deployment:
         directory: Where the startup kits and the workspaces go.
         clients: Number of sites.
         env: Further environment variables for all of them.
+        resources: Further settings for `resources.json` of all of them.
     """
 
-    def __init__(self, directory: Path, clients: int, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        clients: int,
+        env: dict[str, str] | None = None,
+        resources: dict[str, Any] | None = None,
+    ) -> None:
         self.directory = directory
         self.clients = clients
+        self.resources = resources or {}
         self.env = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -57,6 +66,10 @@ class Deployment:
     def __enter__(self) -> Deployment:
         provision(self.directory, self.clients)
         for name in ("localhost", *(f"site-{index + 1}" for index in range(self.clients))):
+            local = self.kits / name / "local"
+            given = local / "resources.json"
+            read = json.loads((given if given.exists() else local / "resources.json.default").read_text())
+            given.write_text(json.dumps({**read, **self.resources}))
             self.start(name)
         return self
 
@@ -139,6 +152,7 @@ def run_in_poc(
     timeout: float = 900,
     interval: float = 0.05,
     environment: dict[str, str] | None = None,
+    resources: dict[str, Any] | None = None,
     during: Callable[[Deployment, str], None] | None = None,
 ) -> RunResult:
     """Run a job on a deployment of its own.
@@ -149,13 +163,14 @@ def run_in_poc(
         timeout: Seconds after which the run is ended.
         interval: Seconds between two samples.
         environment: Further environment variables for the server and the sites.
+        resources: Further settings for the `resources.json` of the server and the sites.
         during: Called over and over with the deployment and the job's id while the job runs, to interfere with it.
     """
     folder = job.write(directory / "job")
     scratch = directory / "scratch"
     scratch.mkdir(mode=0o700)
     with Deployment(
-        directory, job.clients, {"NVFLARE_LAZY_SCRATCH": str(scratch), **(environment or {})}
+        directory, job.clients, {"NVFLARE_LAZY_SCRATCH": str(scratch), **(environment or {})}, resources
     ) as deployment:
         session = deployment.session()
         wait_for_clients(session, job.clients)

@@ -90,6 +90,8 @@ class DiskConsumer(PayloadConsumer):
         workflow_roots: Directories of NVFlare's workflows; the download ends when NVFlare removes one of them.
     """
 
+    place = "on disk"
+
     def __init__(
         self,
         backend: ArrayBackend,

@@ -296,7 +296,7 @@ class CleanupThread:
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._run, name="nvflare_lazy_cleanup", daemon=True).start()
-        return ScheduledRemoval(self, task)
+        return ScheduledRemoval(self, task, seconds)
 
     def cancel(self, task: Any) -> None:
         """Drop a note, which NVFlare removed itself."""
@@ -326,6 +326,7 @@ class ScheduledRemoval(NamedTuple):
 
     thread: CleanupThread
     task: Any
+    interval: float
 
     def cancel(self) -> None:
         """Do not remove the note; NVFlare did."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nvflare.fuel.utils.fobs import FOBSContextKey
 
+from nvflare_lazy._text import format_size, get_logger
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.transport import _nvflare_private
 from nvflare_lazy.transport._flow_control import DEFAULT_BYTES, InflightBudget, WholeTensorThrottle
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from nvflare_lazy.scratch import DownloadScratch
 
 T = TypeVar("T")
+
+logger = get_logger(__name__)
 
 
 class DefaultScratch:
@@ -39,6 +42,7 @@ class DefaultScratch:
         with self._lock:
             if self._job is None or self._job.released:
                 self._job = JobScratch.open(job=f"process {os.getpid()}")
+                logger.info("Receiving tensors to %s (%s free)", self._job.path, format_size(self._job.free()))
             return self._job
 
     def download(self, label: str | None = None, reserve: int = 0) -> DownloadScratch:

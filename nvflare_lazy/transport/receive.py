@@ -18,7 +18,7 @@ from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
 from nvflare.fuel.f3.streaming.download_service import download_object
 
-from nvflare_lazy._text import get_logger
+from nvflare_lazy._text import format_size, get_logger
 from nvflare_lazy.errors import (
     NVFlareLazyError,
     PeerLostError,
@@ -104,12 +104,14 @@ class PayloadConsumer(ItemConsumer):
         nbytes: How many bytes that was.
         items: How many whole tensors; not counted in other ways of transport.
         way: How they were transferred, for the log.
+        place: Where they are, for the log.
         progress: Receives the progress, or None.
         tally: What the message has brought so far, within its limits.
     """
 
     # The state of an offer that was taken is not the state that was offered.
     supports_pipelining = False
+    place = "in memory"
 
     def __init__(self, backend: ArrayBackend) -> None:
         super().__init__()
@@ -294,11 +296,12 @@ def receive(consumer: PayloadConsumer, remote: RemotePayload, progress_cb: Calla
     failure = consumer.failure
     if failure is None:
         logger.info(
-            "received %d bytes from %s in %.2f s, %s",
-            consumer.nbytes,
+            "Received %s from %s in %.2f s, %s, %s",
+            format_size(consumer.nbytes),
             remote.from_fqcn,
             time.monotonic() - started,
             consumer.way,
+            consumer.place,
         )
         return consumer.result
     consumer.discard()

@@ -2,8 +2,8 @@
 """Makes this package's handlers the process's handlers for tensors, arrays and references to them.
 
 NVFlare keeps the first decomposer that is registered for a type, and which comes first depends on who imports what.
-`register()` does not rely on coming first: it replaces any other. `install()` also receives on disk; it is for a
-training script, or for all jobs of a site, where no component of this package is configured.
+`register()` does not rely on coming first: it replaces any other, and each job decides where it receives. `install()`
+receives on disk; it is for a training script, or for all jobs of a site.
 """
 
 from __future__ import annotations
@@ -88,6 +88,9 @@ def register(replace: bool = True) -> Registration:
     """
     _nvflare_private.release_sent_messages()
     _nvflare_private.use_single_cleanup_thread(lambda: offload.runtime.cleanup)
+    # Job processes of NVFlare end without what Python does at exit. NVFlare refuses a function that it has already.
+    with contextlib.suppress(RuntimeError):
+        MainProcessMonitor.add_cleanup_cb(offload.runtime.release_scratch)
     before = registered()
     registration = Registration(tuple(_put(kind, replace) for kind in _KINDS))
     if registration != before:
@@ -149,7 +152,4 @@ def install(replace: bool = True) -> Registration:
     """
     registration = register(replace)
     offload.enable()
-    # Job processes of NVFlare end without what Python does at exit. NVFlare refuses a function that it has already.
-    with contextlib.suppress(RuntimeError):
-        MainProcessMonitor.add_cleanup_cb(offload.runtime.release_scratch)
     return registration

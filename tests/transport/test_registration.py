@@ -196,7 +196,8 @@ def test_download_initiated():
         ("from nvflare_lazy.transport.registration import register; register()", "Tensor"),
         ("nvflare_lazy.install()", "LazyTensor"),
         ("nvflare_lazy.install(); from nvflare_lazy.transport import offload; offload.disable()", "Tensor"),
-        ("import nvflare_lazy.flare.decomposers", "LazyTensor"),
+        ("import nvflare_lazy.flare.decomposers", "Tensor"),
+        ("import nvflare_lazy.flare.install", "LazyTensor"),
     ],
 )
 def test_one_line_makes_a_process_receive_on_disk(tmp_path, install, received):
@@ -230,10 +231,19 @@ def test_one_line_makes_a_process_receive_on_disk(tmp_path, install, received):
     assert not [path for path in scratch.rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("place", ["environment", "resources.json"])
-def test_a_site_says_it_for_all_of_its_jobs(tmp_path, place):
-    """NVFlare's setting of a package to import, in the environment or a site's resources, as job processes read it."""
-    package = "nvflare_lazy.flare.decomposers"
+@pytest.mark.parametrize(
+    ("place", "package", "on_disk"),
+    [
+        ("environment", "nvflare_lazy.flare.install", True),
+        ("resources.json", "nvflare_lazy.flare.install", True),
+        ("resources.json", "nvflare_lazy.flare.decomposers", False),
+    ],
+)
+def test_setting_of_a_site(tmp_path, place, package, on_disk):
+    """NVFlare's setting of a package to import, in the environment or a site's resources, as job processes read it.
+
+    The package decides whether everything is received on disk, or what NVFlare's switch asks for.
+    """
     resources = {"nvflare_decomposers": package} if place == "resources.json" else {}
     (tmp_path / "resources.json").write_text(json.dumps(resources))
     environment = {"NVFLARE_NVFLARE_DECOMPOSERS": package} if place == "environment" else {}
@@ -250,11 +260,14 @@ def test_a_site_says_it_for_all_of_its_jobs(tmp_path, place):
         named = ConfigService.get_str_var(name=ConfigVarName.DECOMPOSER_MODULE, conf=SystemConfigs.RESOURCES_CONF)
         register_ext_decomposers(named)
 
+        from nvflare.fuel.utils.fobs import FOBSContextKey
         from nvflare_lazy.transport import offload
         from nvflare_lazy.transport.registration import registered
         assert registered().complete, registered()
-        assert str(offload.runtime.mode_for(None).scratch.job().root) == os.environ["NVFLARE_LAZY_SCRATCH"]
+        switched_on = {FOBSContextKey.TENSOR_DISK_OFFLOAD: True}
+        assert str(offload.runtime.mode_for(switched_on).scratch.job().root) == os.environ["NVFLARE_LAZY_SCRATCH"]
+        print(offload.runtime.mode_for(None).scratch is not None)
     """
     (tmp_path / "removed").mkdir()
     where = {"SITE": tmp_path, "NVFLARE_LAZY_SCRATCH": tmp_path / "scratch", "REMOVED": tmp_path / "removed"}
-    run(code, **where, **environment)
+    assert run(code, **where, **environment).strip() == str(on_disk)

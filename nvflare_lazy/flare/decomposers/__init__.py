@@ -1,21 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls `nvflare_lazy.install()` when imported, for NVFlare's setting `nvflare_decomposers`.
+"""Registers this package's handlers when imported, for NVFlare's setting `nvflare_decomposers`.
 
-`"nvflare_decomposers": "nvflare_lazy.flare.decomposers"` in a site's `resources.json` makes all of its jobs lazy.
+`"nvflare_decomposers": "nvflare_lazy.flare.decomposers"` in a site's `resources.json` makes NVFlare's own switch
+`enable_tensor_disk_offload` work for all of the site's jobs; `nvflare_lazy.flare.install` receives on disk without it.
 """
 
-import os
+from nvflare_lazy._system import leave_removed_directory
 
+leave_removed_directory()
 
-def _install() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        # The simulator imports this in a directory that it has removed. There torch's libraries would end the process.
-        os.chdir("/")
-    from nvflare_lazy.transport.registration import install
+from nvflare_lazy.transport.registration import register  # noqa: E402 - imports torch
 
-    install()
-
-
-_install()
+register()

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFlare's setting of a package to import, on sites where this one is installed: no job and no script names it.
+
+With `nvflare_lazy.flare.decomposers` NVFlare's own switch `enable_tensor_disk_offload` decides for each job, with
+`nvflare_lazy.flare.install` all jobs receive on disk.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from nvflare.app_common.aggregators.weighted_aggregation_helper import WeightedAggregationHelper
+from nvflare.app_opt.pt.recipes.swarm import SwarmLearningRecipe
+from nvflare.client.config import ExchangeFormat
+
+from benchmarks import fl_job
+from benchmarks.fl_job import MIB, FLJob, RunResult, run_in_simulator
+from benchmarks.fl_job.poc import run_in_poc
+from benchmarks.fl_job.synthetic_model import initial_values, step
+from integration_tests.conftest import JobRunner, in_deployment, server_app
+from tests.scratch.conftest import wait_until_empty
+
+DECOMPOSERS, INSTALL = "nvflare_lazy.flare.decomposers", "nvflare_lazy.flare.install"
+FILES = Path(fl_job.__file__).parent
+JOB = FLJob(mode="offload", model_mib=1, tensors=4, rounds=2)
+
+
+def setting(package: str) -> dict[str, str]:
+    return {"NVFLARE_NVFLARE_DECOMPOSERS": package}
+
+
+def places(log: str) -> set[str]:
+    """Say where a process received tensors, as its log says."""
+    return set(re.findall(r"Received .* from .* s, .*, (on disk|in memory)", log))
+
+
+def client_logs(result: RunResult) -> str:
+    return "".join(log.read_text() for log in result.workspace.glob("site-*/**/log.txt"))
+
+
+def global_model(result: RunResult) -> dict[str, torch.Tensor]:
+    model: dict[str, torch.Tensor] = torch.load(server_app(result) / "FL_global_model.pt")["model"]
+    return model
+
+
+def check_model(result: RunResult) -> None:
+    """The global model has the bits that NVFlare's aggregation gives with ordinary tensors."""
+    saved = global_model(result)
+    assert len(saved) == result.job.tensors
+    for index, name in enumerate(saved):
+        value = initial_values(index, result.job.elements)
+        for number in range(result.job.rounds):
+            helper = WeightedAggregationHelper()
+            for site in (1, 2):
+                sent = step(value, site)
+                helper.add(
+                    {name: sent.numpy() if result.job.exchange == "numpy" else sent}, site, f"site-{site}", number
+                )
+            value = torch.as_tensor(helper.get_result()[name])
+        assert torch.equal(saved[name], value)
+
+
+@pytest.mark.parametrize(
+    ("package", "switch", "exchange", "external", "server", "clients"),
+    [
+        pytest.param(DECOMPOSERS, True, "pytorch", False, {"on disk"}, {"in memory"}, id="switch"),
+        pytest.param(DECOMPOSERS, True, "numpy", True, {"on disk"}, set(), id="switch-numpy-external"),
+        pytest.param(
+            *(DECOMPOSERS, False, "pytorch", False, {"in memory"}, {"in memory"}),
+            id="no switch",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(INSTALL, False, "pytorch", False, {"on disk"}, {"on disk"}, id="install", marks=pytest.mark.slow),
+    ],
+)
+def test_in_the_simulator(
+    run_job: JobRunner,
+    package: str,
+    switch: bool,
+    exchange: str,
+    external: bool,
+    server: set[str],
+    clients: set[str],
+):
+    """A stock job, with or without the switch, whose external trainers know nothing of the package either."""
+    job = FLJob(
+        mode="offload" if switch else "stock", exchange=exchange, external=external, model_mib=1, tensors=4, rounds=2
+    )
+    result = run_job(job, environment=setting(package))
+    assert places(result.server_log) == server
+    assert places(client_logs(result)) == clients
+    # Once, with the first result.
+    scratch = result.workspace.parent / "scratch"
+    assert result.server_log.count(f"Receiving tensors to {scratch}") == ("on disk" in server)
+    check_model(result)
+    wait_until_empty(scratch)
+
+
+@pytest.mark.slow
+@in_deployment
+@pytest.mark.parametrize("external", [False, True])
+def test_in_a_deployment(tmp_path: Path, external: bool):
+    """The setting is in the sites' `resources.json`."""
+    job = FLJob(mode="offload", model_mib=1, tensors=4, rounds=2, external=external)
+    result = run_in_poc(job, tmp_path, resources={"nvflare_decomposers": DECOMPOSERS})
+    assert result.ok, result.output[-3000:]
+    assert places(result.server_log) == {"on disk"}
+    check_model(result)
+    wait_until_empty(tmp_path / "scratch")
+
+
+@pytest.mark.slow
+def test_memory(run_job: JobRunner):
+    """The server holds no results, and the model has the bits of the job without the package."""
+    model_mib = 256
+    lazy = run_job(FLJob(mode="offload", model_mib=model_mib, tensors=32, rounds=2), environment=setting(DECOMPOSERS))
+    check_model(lazy)
+    stock = run_job(FLJob(mode="offload", model_mib=model_mib, tensors=32, rounds=2))
+    assert not places(stock.server_log)
+    found, expected = global_model(lazy), global_model(stock)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    peaks = lazy.server_peak / MIB, stock.server_peak / MIB
+    print(f"the server takes {peaks[0]:.0f} MiB, and {peaks[1]:.0f} MiB without the package")
+    assert lazy.server_peak < stock.server_peak - 2 * model_mib * MIB
+
+
+@dataclass(frozen=True)
+class SwarmJob(FLJob):
+    """The same job without a server that aggregates: the sites take turns."""
+
+    def write(self, folder: Path) -> Path:
+        """Export NVFlare's recipe."""
+        model = {"tensors": self.tensors, "elements": self.elements}
+        recipe = SwarmLearningRecipe(
+            name=folder.name,
+            model={"class_path": "synthetic_model.SyntheticModel", "args": model},
+            num_rounds=self.rounds,
+            train_script=str(FILES / "trainer.py"),
+            min_clients=self.clients,
+            launch_external_process=self.external,
+            command="python3 -u",
+            aggregation_format=ExchangeFormat(self.exchange),
+            enable_tensor_disk_offload=self.mode == "offload",
+        )
+        recipe.export(str(folder.parent))
+        for custom in folder.glob("*/custom"):
+            shutil.copy(FILES / "synthetic_model.py", custom)
+        return folder
+
+
+@pytest.mark.slow
+@in_deployment
+@pytest.mark.parametrize("external", [False, True])
+@pytest.mark.parametrize("run", [run_in_simulator, run_in_poc])
+def test_swarm(tmp_path: Path, run: Callable[..., RunResult], external: bool):
+    """The aggregating sites receive on disk, and the global model has the bits of the job without the package."""
+    models = {}
+    for name, environment in (("lazy", setting(DECOMPOSERS)), ("stock", {})):
+        (tmp_path / name).mkdir()
+        job = SwarmJob(mode="offload", model_mib=1, tensors=4, rounds=2, external=external)
+        result = run(job, tmp_path / name, environment=environment)
+        assert result.ok, result.output[-3000:]
+        assert ("on disk" in places(client_logs(result))) == (name == "lazy")
+        wait_until_empty(tmp_path / name / "scratch")
+        (first, *others) = (torch.load(file)["model"] for file in result.workspace.rglob("FL_global_model.pt"))
+        for other in others:
+            assert all(torch.equal(first[key], other[key]) for key in first)
+        models[name] = first
+    assert models["lazy"].keys() == models["stock"].keys()
+    assert all(torch.equal(models["lazy"][key], models["stock"][key]) for key in models["stock"])
