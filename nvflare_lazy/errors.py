@@ -22,6 +22,7 @@
     │   ├── PeerLostError (ConnectionError)          the peer stopped, stalls, or released the tensors
     │   │   └── SegmentTimeoutError                  NVFlare's messages pass, but not requests for segments
     │   └── ProtocolError (ValueError)               damaged, false, repeated or missing tensors
+    ├── UnsupportedNVFlareError (ImportError)        another version of NVFlare, or none, is installed
     ├── JobError (RuntimeError)                      a federated job cannot continue as configured
     │   ├── JobAdaptationError (ValueError)          a job's configuration cannot be adapted
     │   ├── InitialModelError                        the initial model is missing or unusable
@@ -273,6 +274,10 @@ class SegmentTimeoutError(PeerLostError):
 
 class ProtocolError(TransferError, ValueError):
     """The peer sent tensors that are damaged, false, repeated or missing; none of them is used."""
+
+
+class UnsupportedNVFlareError(NVFlareLazyError, ImportError):
+    """Another version of NVFlare than the supported ones is installed, or none."""
 
 
 class JobError(NVFlareLazyError, RuntimeError):

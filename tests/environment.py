@@ -38,10 +38,15 @@ def make_environment(directory: Path, *packages: str, unpinned: str = "") -> Pat
 
 def run_slow_tests(python: Path, *paths: Path) -> None:
     """Run the slow tests of some modules in another environment."""
+    run_tests(python, "-m", "slow", *paths)
+
+
+def run_tests(python: Path, *arguments: str | Path) -> None:
+    """Run pytest in another environment."""
     # The path of a socket in it must be short.
     with tempfile.TemporaryDirectory() as temporary:
         subprocess.run(
-            [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow", *paths],
+            [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
             check=True,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": temporary},

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nvflare_lazy._text import format_size, printable
-from nvflare_lazy.errors import ScratchError
+from nvflare_lazy.errors import ScratchError, UnsupportedNVFlareError
 from nvflare_lazy.scratch import JobScratch, list_scratch
 
 if TYPE_CHECKING:
@@ -74,8 +74,11 @@ def check_versions() -> Iterator[Check]:
 
 def check_handlers() -> Iterator[Check]:
     """Check that this package's handlers can be registered with NVFlare."""
-    from nvflare_lazy.transport.registration import register
-
+    try:
+        from nvflare_lazy.transport.registration import register
+    except UnsupportedNVFlareError as error:
+        yield Check(ERROR, str(error))
+        return
     found = register()
     for handler in found.handlers:
         yield Check(OK if handler.ours else ERROR, f"Handler of {handler}")

@@ -16,6 +16,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# Before any module imports a name that another release of NVFlare may lack.
+import nvflare_lazy.transport  # noqa: F401 - checks the version
+
 if TYPE_CHECKING:
     from nvflare_lazy.flare.lazy_aggregator import LazyAggregator as LazyAggregator
     from nvflare_lazy.flare.lazy_cross_site_eval import LazyCrossSiteEval as LazyCrossSiteEval

@@ -11,6 +11,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# Before any module imports a name that another release of NVFlare may lack.
+import nvflare_lazy.flare  # noqa: F401 - checks the version
+
 if TYPE_CHECKING:
     from nvflare_lazy.recipes.fedavg import FedAvgRecipe as FedAvgRecipe
     from nvflare_lazy.recipes.fedopt import FedOptRecipe as FedOptRecipe

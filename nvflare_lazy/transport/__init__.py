@@ -5,3 +5,7 @@
 message, `_downloadable` serves its payloads, and `receive` downloads them, in the best of the `ways` that both ends
 know. `offload` decides whether a payload is received on disk or in memory.
 """
+
+from nvflare_lazy.transport.supported_nvflare import require_supported_nvflare
+
+require_supported_nvflare()
