@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -49,9 +50,9 @@ def run_python(code: str, path: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(("code", "version"), [*zip(NEEDING_NVFLARE, ["2.8.3", "2.10.0rc1", "2.10.0"], strict=True)])
 def test_another_version_is_an_error_that_names_both(tmp_path, code, version):
     """On import of what needs NVFlare, before NVFlare itself is imported; checkpoint tools work."""
-    metadata = tmp_path / f"nvflare-{version}.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: nvflare\nVersion: {version}\n")
+    installed = tmp_path / f"nvflare-{version}.dist-info" / "METADATA"
+    installed.parent.mkdir()
+    installed.write_text(f"Metadata-Version: 2.1\nName: nvflare\nVersion: {version}\n")
     done = run_python(CHECKPOINT_TOOLS + code, tmp_path)
     assert f"UnsupportedNVFlareError: nvflare-lazy needs nvflare>=2.9,<2.10, and {version} is installed" in done.stderr
     assert "site-packages/nvflare" not in done.stderr
@@ -60,7 +61,7 @@ def test_another_version_is_an_error_that_names_both(tmp_path, code, version):
 @pytest.mark.slow
 def test_a_release_that_lacks_names(tmp_path):
     """With NVFlare 2.8, the commands for checkpoints work, and `doctor` says what is wrong."""
-    python = make_environment(tmp_path / "environment", "nvflare==2.8.3", unpinned="nvflare")
+    python = make_environment(tmp_path / "environment", "--no-deps", "nvflare==2.8.3", unpinned="nvflare")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
 
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -78,11 +79,13 @@ def test_a_release_that_lacks_names(tmp_path):
 @pytest.mark.slow
 def test_the_newest_candidate(tmp_path):
     """The tests of what uses NVFlare, and jobs, with the newest 2.9 that the registry has, candidates included."""
-    python = make_environment(tmp_path / "environment", "--pre", f"nvflare{SUPPORTED}", unpinned="nvflare")
+    newest = ["--upgrade", "--pre", f"nvflare{SUPPORTED}"]
+    python = make_environment(tmp_path / "environment", *newest, unpinned="nvflare")
     code = "from importlib.metadata import version; print(version('nvflare'))"
     version = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
     print(f"NVFlare {version}")
     assert is_supported(version)
+    assert version != metadata.version("nvflare")
     folders = ["tests/transport", "tests/flare", "tests/recipes"]
     jobs = ["test_lazy_job", "test_one_component", "test_recipes", "test_restart"]
     run_tests(python, "-m", "not slow", *folders, *(f"integration_tests/{name}.py" for name in jobs))
