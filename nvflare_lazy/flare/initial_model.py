@@ -46,7 +46,7 @@ def from_checkpoint(path: Path) -> LazyTensorDict:
         directory = ModelDirectory.find(path)
         if directory is not None:
             tensors = directory.open()
-            tied = tied_in(directory, tensors)
+            tied = {} if directory.is_adapter else tied_names(directory.config(), tensors.entries)
             kept = {name: entry for name, entry in tensors.entries.items() if name not in tied}
             return LazyTensorDict.from_entries(kept, metadata=tensors.metadata)
         try:
@@ -58,11 +58,6 @@ def from_checkpoint(path: Path) -> LazyTensorDict:
             f"cannot open the initial checkpoint {path}: {error}. "
             "source_ckpt_file_full_name must be a readable checkpoint on the server"
         ) from error
-
-
-def tied_in(directory: ModelDirectory, tensors: LazyTensorDict) -> dict[str, str]:
-    """Return the further names of tied tensors of a directory; an adapter has none."""
-    return {} if directory.is_adapter else tied_names(directory.config(), tensors.entries)
 
 
 def from_class(class_path: str, args: Mapping[str, Any], directory: Path) -> LazyTensorDict:

@@ -24,6 +24,7 @@ from nvflare_lazy._text import logs_printably, quoted
 from nvflare_lazy.errors import ResultMismatchError
 from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.accepted_result import Expectation, accept_result, described, shown
+from nvflare_lazy.flare.tensor_names import TensorNames, renamed
 from nvflare_lazy.flare.weights import as_weights, entries_of, holds_arrays, is_weight
 from nvflare_lazy.formats import open_safetensors, save
 from nvflare_lazy.transport.registration import register
@@ -82,7 +83,7 @@ class LazyCrossSiteEval(CrossSiteModelEval):
         with self._skipping(f"the evaluation of the model of {shown(model_name)}", fl_ctx):
             _check_name(model_name)
             if job_context.kind_of_data(dxo.data_kind) and (not dxo.data or any(map(is_weight, dxo.data.values()))):
-                dxo = _accepted(model_name, dxo)
+                dxo = _accepted(model_name, dxo, job_context.tensor_names(fl_ctx))
             else:
                 # NVFlare ends the job if it cannot read a saved model.
                 super()._save_dxo_content(model_name, self._cross_val_models_dir, dxo, fl_ctx)
@@ -127,10 +128,15 @@ class LazyCrossSiteEval(CrossSiteModelEval):
         return DXO(kind, data=as_weights(entries, numpy=numpy), meta=meta)
 
 
-def _accepted(client: str, stated: DXO) -> DXO:
+def _accepted(client: str, stated: DXO, names: TensorNames | None) -> DXO:
     result = accept_result(client, stated, Expectation())
+    tensors = result.tensors
+    if names is not None:
+        # Each tensor once; the persistor sends it under all its names.
+        stored = {*names.further.values(), *tensors} - names.further.keys()
+        tensors = renamed(tensors, names.stored(tensors, stored))
     meta = {name: value for name, value in stated.meta.items() if type(value) in (str, bool, int, float)}
-    return DXO(stated.data_kind, data=as_weights(result.tensors, numpy=result.numpy), meta=meta)
+    return DXO(stated.data_kind, data=as_weights(tensors, numpy=result.numpy), meta=meta)
 
 
 def _check_name(name: str) -> None:

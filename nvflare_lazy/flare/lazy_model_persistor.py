@@ -38,6 +38,7 @@ from nvflare_lazy.flare.tensor_names import TensorNames
 from nvflare_lazy.flare.weights import as_weights, entries_of, is_weight
 from nvflare_lazy.formats import open as open_checkpoint
 from nvflare_lazy.formats.hugging_face import ModelDirectory
+from nvflare_lazy.formats.hugging_face.model_names import ModelNames, model_names
 from nvflare_lazy.transport.registration import register
 
 if TYPE_CHECKING:
@@ -154,9 +155,9 @@ class LazyModelPersistor(ModelPersistor):
             raise JobCheckpointError("the persistor has no checkpoints before the run starts")
         return self._store
 
-    def add_tied_names(self, task: object) -> None:
-        """Add tied tensors under all their names to a task for a client; in swarm learning, each client does it."""
-        if self.names is None or not self.names.tied or not isinstance(task, Shareable):
+    def use_client_names(self, task: object) -> None:
+        """Give the tensors of a task the names that clients have for them; in swarm learning, each client does it."""
+        if self.names is None or not self.names.further or not isinstance(task, Shareable):
             return
         if task.get_header(ReservedHeaderKey.CONTENT_TYPE) != "DXO":
             return
@@ -164,8 +165,8 @@ class LazyModelPersistor(ModelPersistor):
         if job_context.kind_of_data(dxo.data_kind) is None:
             return
         # SCAFFOLD sends control variates in the metadata.
-        controls = {key: self.names.with_tied(part) for key, part in dxo.meta.items() if isinstance(part, dict)}
-        DXO(dxo.data_kind, self.names.with_tied(dxo.data), {**dxo.meta, **controls}).update_shareable(task)
+        controls = {key: self.names.of_clients(part) for key, part in dxo.meta.items() if isinstance(part, dict)}
+        DXO(dxo.data_kind, self.names.of_clients(dxo.data), {**dxo.meta, **controls}).update_shareable(task)
 
     # ---- NVFlare's side ------------------------------------------------------------------------------------------
 
@@ -173,7 +174,7 @@ class LazyModelPersistor(ModelPersistor):
         if event == EventType.START_RUN:
             self._start(fl_ctx)
         elif event == EventType.BEFORE_TASK_DATA_FILTER and fl_ctx.get_process_type() != ProcessType.CLIENT_JOB:
-            self.add_tied_names(fl_ctx.get_prop(FLContextKey.TASK_DATA))
+            self.use_client_names(fl_ctx.get_prop(FLContextKey.TASK_DATA))
         elif event == AppEventType.GLOBAL_BEST_MODEL_AVAILABLE:
             self._save_best(fl_ctx)
         elif event == EventType.END_RUN:
@@ -279,9 +280,14 @@ class LazyModelPersistor(ModelPersistor):
         excluded = re.compile(self.exclude_vars) if self.exclude_vars else None
         included = self._included(tensors)
         self._left_out = {name: entry.lazy() for name, entry in tensors.entries.items() if name not in included}
-        tied = initial_model.tied_in(found, tensors)
+        names = model_names(found, tensors.entries)
+        if names.missing or names.unexpected:
+            self.log_warning(fl_ctx, _without_counterpart(names, found.path), fire_event=False)
         self.names = TensorNames(
-            {name: stored for name, stored in tied.items() if not (excluded and excluded.search(name))}, excluded
+            {name: stored for name, stored in names.stored.items() if not (excluded and excluded.search(name))},
+            names.unused,
+            is_adapter=found.is_adapter,
+            exclude=excluded,
         )
 
     def _from_model(self, fl_ctx: FLContext) -> LazyTensorDict:
@@ -315,7 +321,7 @@ class LazyModelPersistor(ModelPersistor):
         weights = ml[ModelLearnableKey.WEIGHTS]
         if self.names is not None:
             # An aggregator that does not use acceptance keeps the names of clients.
-            weights = {name: value for name, value in weights.items() if name not in self.names.tied}
+            weights = {name: value for name, value in weights.items() if name not in self.names.further}
         if self._current:
             wrong = _find_mismatch(weights, self._current)
             if wrong:
@@ -347,6 +353,15 @@ class LazyModelPersistor(ModelPersistor):
             return
         for artifact, path in models.items():
             self.log_info(fl_ctx, f"{artifact} is {path}", fire_event=False)
+
+
+def _without_counterpart(names: ModelNames, path: Path) -> str:
+    sides = [("needs", names.missing), ("does not have", names.unexpected)]
+    found = " and ".join(f"{verb} {listed(each)}" for verb, each in sides if each)
+    return (
+        f"The model of transformers {names.version} {found}, unlike {path}. Clients that load strictly reject the "
+        "initial model. If they do, start the job with a checkpoint of model.state_dict() instead"
+    )
 
 
 def _find_mismatch(weights: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:

@@ -38,7 +38,7 @@ class LazySwarmClientController(SwarmClientController):
         """Train with the global model, which has tied tensors under all their names."""
         persistor = job_context.persistor_of(fl_ctx)
         if persistor is not None:
-            persistor.add_tied_names(data)
+            persistor.use_client_names(data)
         return super().execute_learn_task(data, fl_ctx, abort_signal)
 
     def _resolve_lazy_refs(

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
-from nvflare.apis.dxo import DXO, DataKind
+from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import FLContextKey
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.workflows.cross_site_model_eval import CrossSiteModelEval
 
@@ -88,6 +91,26 @@ def test_models_of_the_server_are_not_copied(start, fl_ctx, tmp_path, monkeypatc
     controller.stop_controller(fl_ctx)
     assert not list((tmp_path / "models").iterdir())
     assert len(persistor.get_model_inventory(fl_ctx)) == 2
+
+
+def test_a_tied_tensor_is_stored_once(start, fl_ctx, result, tmp_path, monkeypatch):
+    """A client's model of a job from a Hugging Face directory; the persistor sends it under all names again."""
+    words, head = "model.embed_tokens.weight", "lm_head.weight"
+    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 6}
+    save({words: torch.ones(6, 2)}, f"{tmp_path}/base/")
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    persistor = start(source_ckpt_file_full_name=str(tmp_path / "base"))
+    controller = LazyCrossSiteEval()
+    controller._cross_val_models_dir = str(tmp_path)
+    monkeypatch.setattr(controller, "_send_validation_task", lambda *_: None)
+    for names in ((words, head), (head,)):
+        model = result("site-1", **dict.fromkeys(names, torch.zeros(6, 2))).params
+        controller._save_client_model("site-1", DXO(DataKind.WEIGHTS, data=dict(model)), fl_ctx)
+        assert list(open_safetensors(tmp_path / "site-1.safetensors")) == [words]
+    task = controller._load_validation_content("site-1", str(tmp_path), fl_ctx).to_shareable()
+    fl_ctx.set_prop(FLContextKey.TASK_DATA, task, private=True, sticky=False)
+    persistor.handle_event(EventType.BEFORE_TASK_DATA_FILTER, fl_ctx)
+    assert from_shareable(task).data.keys() == {words, head}
 
 
 def test_it_takes_the_place_of_nvflares():

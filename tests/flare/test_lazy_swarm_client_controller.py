@@ -39,7 +39,7 @@ def test_models_are_requested_as_configured(fl_ctx, monkeypatch):
 def test_a_script_gets_tied_tensors_under_all_their_names(fl_ctx, start):
     """In a job that started from a Hugging Face directory; clients send each other the stored names only."""
     persistor = start(model={"path": "torch.nn.Linear", "args": {"in_features": 2, "out_features": 1}})
-    persistor.names = TensorNames({"head": "weight"}, None)
+    persistor.names = TensorNames({"head": "weight"})
     seen = []
     controller = LazySwarmClientController()
     controller.learn_executor = SimpleNamespace(

@@ -126,7 +126,48 @@ def test_a_prefix_that_all_names_have_or_lack(begin, qwen, fl_ctx, result, renam
 )
 def test_stored_names(names, renamed):
     """A prefix is changed only if all names then are names of the model."""
-    assert TensorNames({"tied": "a.w"}, re.compile("skip")).stored(names, ["a.w", "b.w"]) == renamed
+    assert TensorNames({"tied": "a.w"}, exclude=re.compile("skip")).stored(names, ["a.w", "b.w"]) == renamed
+
+
+A, B = (f"base_model.model.model.q_proj.lora_{part}" for part in "AB")
+SAVED = f"{A}.weight", f"{B}.weight"
+BASE = {"base_model.model.model.q_proj.base_layer.weight": None, "base_model.model.lm_head.weight": None}
+
+
+@pytest.mark.parametrize(
+    ("names", "renamed"),
+    [
+        (SAVED, {}),
+        ((f"{A}.default.weight", f"{B}.default.weight"),
+         {f"{part}.default.weight": f"{part}.weight" for part in (A, B)}),
+        ((f"{A}.site.weight", SAVED[1]), {f"{A}.site.weight": SAVED[0]}),
+        ((f"module.{A}.default.weight", f"module.{SAVED[1]}"),
+         {f"module.{A}.default.weight": SAVED[0], f"module.{SAVED[1]}": SAVED[1]}),
+        # All parameters of the model; those of the base model are frozen.
+        ((f"{A}.default.weight", *BASE, SAVED[1]), {f"{A}.default.weight": SAVED[0], **BASE}),
+        # Two adapters, or a part of one next to other tensors: the result is rejected.
+        ((f"{A}.one.weight", f"{A}.two.weight"), {}),
+        ((f"{A}.default.weight", *BASE), {f"{A}.default.weight": SAVED[0]}),
+    ],
+)  # fmt: skip
+def test_names_of_an_adapter(names, renamed):
+    """In a model, the names of an adapter have the name of the adapter."""
+    assert TensorNames(is_adapter=True).stored(names, SAVED) == renamed
+
+
+@pytest.mark.parametrize(
+    ("names", "renamed"),
+    [
+        (["new.w", "b.w"], {"new.w": "old.w"}),
+        (["old.w", "b.w"], {}),
+        (["x.new.w", "x.b.w"], {"x.new.w": "old.w", "x.b.w": "b.w"}),
+    ],
+)
+def test_names_that_transformers_changes(names, renamed):
+    """They are sent instead of the stored names, and both are accepted."""
+    changed = TensorNames({"new.w": "old.w"}, frozenset(["old.w"]))
+    assert changed.of_clients({"old.w": 1, "b.w": 2}) == {"new.w": 1, "b.w": 2}
+    assert changed.stored(names, ["old.w", "b.w"]) == renamed
 
 
 def test_names_that_match_nothing(begin, qwen, fl_ctx, result):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import ModelDirectoryError
+from nvflare_lazy.formats.hugging_face.model_names import model_names
 from nvflare_lazy.formats.hugging_face.names import adapter_tensors, examples, rename_like, without_wrapper
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 
@@ -25,9 +26,9 @@ _TILE_BYTES = 4 << 20
 def match_model_directory(result: LazyTensorDict, base: ModelDirectory) -> LazyTensorDict:
     """Return the tensors of a result with the names of a Hugging Face directory, without reading or copying the model.
 
-    A prefix that NVFlare's client or a wrapper has put before the names, or stripped, is recognized. If the
-    configuration does not exclude it, a tied embedding that the directory does not store is dropped, and one that the
-    directory stores and the result lacks is restored.
+    A prefix that NVFlare's client or a wrapper has put before the names, or stripped, is recognized, and so are names
+    that transformers changes when it loads the model. If the configuration does not exclude it, a tied embedding that
+    the directory does not store is dropped, and one that the directory stores and the result lacks is restored.
 
     Args:
         result: A model, or an adapter if the directory is one.
@@ -41,6 +42,17 @@ def match_model_directory(result: LazyTensorDict, base: ModelDirectory) -> LazyT
         >>> base = ModelDirectory("Qwen2-0.5B")
         >>> nvflare_lazy.save(match_model_directory(result, base), "fine-tuned", like=base)
     """
+    try:
+        return _match(result, base, {})
+    except ModelDirectoryError:
+        renamed = model_names(base, base.open().entries).stored if base.has_weights() else {}
+        if not renamed:
+            raise
+        return _match(result, base, renamed)
+
+
+def _match(result: LazyTensorDict, base: ModelDirectory, renamed: Mapping[str, str]) -> LazyTensorDict:
+    """Match names with those of a directory and with those of its model that are renamed."""
     where = str(base.path)
     entries: Mapping[str, TensorEntry] = result.entries
     of_base_model: Mapping[str, TensorEntry] = {}
@@ -49,7 +61,12 @@ def match_model_directory(result: LazyTensorDict, base: ModelDirectory) -> LazyT
         if not base.has_weights():
             return LazyTensorDict.from_entries(without_wrapper(entries, where), metadata=result.metadata)
     initial = base.open().entries
-    found, others = rename_like({**entries, **of_base_model}, initial, where)
+    found, others = rename_like({**entries, **of_base_model}, {**renamed, **initial}, where)
+    for name in renamed.keys() & found.keys():
+        entry = found.pop(name)
+        # A tied tensor that differs from the stored one is unexpected.
+        if not _same_bytes(entry, found.setdefault(renamed[name], entry)):
+            others[name] = entry
     others = {name: entry for name, entry in others.items() if name not in of_base_model}
     if not base.is_adapter:
         embeddings = Embeddings(base.config())
@@ -93,7 +110,7 @@ class Embeddings:
 
 
 def _same_bytes(one: TensorEntry, two: TensorEntry) -> bool:
-    if one.element_type != two.element_type:
+    if (one.element_type, one.shape) != (two.element_type, two.shape):
         return False
     first, second = one.rows(), two.rows()
     return all(

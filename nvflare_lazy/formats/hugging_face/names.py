@@ -95,7 +95,7 @@ def adapter_tensors(
     Raises:
         ModelDirectoryError: No tensor belongs to an adapter, or two would have one name.
     """
-    saved = {name: _adapter_name(name) for name in entries}
+    saved = {name: adapter_name(name) for name in entries}
     is_whole_model = any(target not in (None, name) for name, target in saved.items())
     found: dict[str, TensorEntry] = {}
     base: dict[str, TensorEntry] = {}
@@ -129,7 +129,7 @@ def without_wrapper(entries: Mapping[str, TensorEntry], where: str) -> dict[str,
     return found
 
 
-def _adapter_name(name: str) -> str | None:
+def adapter_name(name: str) -> str | None:
     """Return the name with which PEFT saves a parameter, or None if it is not one of an adapter."""
     match = _ADAPTER_PART.search(name)
     if match is not None:

@@ -2,7 +2,8 @@
 """`tied_names()`: the names that a model has for tied tensors, of which `save_pretrained` stores one.
 
 A job sends tied tensors under all their names, because a strict `load_state_dict` requires them. The names are part of
-the code of transformers, not of a directory, so this module lists them by architecture.
+the code of transformers, not of a directory. `model_names` asks transformers if it is installed; this module lists the
+names by architecture for frequent models, and for machines without transformers.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ _BART = r"\w*(?:Bart|Pegasus|Marian|M2M100|Blenderbot|BlenderbotSmall)(?:ForCond
 _WORDS = r"\w+\.embeddings\.word_embeddings\.weight"
 _BART_EMBEDDINGS = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
 _T5_EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+# Their models have the names of their directories, and further names for tied tensors, in each version of transformers.
+_PLAIN_DECODERS = frozenset(
+    ("gemma", "gemma2", "gpt2", "llama", "mistral", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "smollm3")
+)
+_PLAIN_PREFIXES = ("model.", "transformer.", "lm_head.")
 # A configuration is untrusted.
 _MAX_NAME = 200
 _TIES = (
@@ -58,6 +64,14 @@ _OTHERS = _Ties(
     r"(?:.*\.)?(?:embed_tokens|wte|word_embeddings|tokens_embed)\.weight",
     ("lm_head.weight",),
 )
+
+
+def is_plain_decoder(config: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> bool:
+    """Whether `tied_names()` is certainly complete, because the model is a frequent one of the usual form."""
+    architectures = config.get("architectures")
+    kind = config.get("model_type")
+    is_decoder = isinstance(architectures, list) and str(architectures[:1])[2:-2].endswith(("ForCausalLM", "HeadModel"))
+    return is_decoder and kind in _PLAIN_DECODERS and all(name.startswith(_PLAIN_PREFIXES) for name in entries)
 
 
 def tied_names(config: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> dict[str, str]:

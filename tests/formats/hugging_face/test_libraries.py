@@ -152,10 +152,11 @@ def test_export(tmp_path, prefix, tied):
     assert nvflare_lazy.open(out).keys() == nvflare_lazy.open(tmp_path / "base").keys()
 
 
-def adapted(model: torch.nn.Module, **config: object) -> torch.nn.Module:
+def adapted(model: torch.nn.Module, adapter_name: str = "default", **config: object) -> torch.nn.Module:
     """Return a PEFT model whose adapter is not zero."""
     torch.manual_seed(2)
-    model = peft.get_peft_model(model, peft.LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, **config}))
+    config = peft.LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, **config})
+    model = peft.get_peft_model(model, config, adapter_name)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name or "modules_to_save" in name:
