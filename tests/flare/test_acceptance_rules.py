@@ -113,7 +113,7 @@ def names(fl_ctx: Any) -> None:
 
 
 def names_of_clients(fl_ctx: Any) -> None:
-    store = SimpleNamespace(incoming=Path(fl_ctx.get_prop(FLContextKey.APP_ROOT)))
+    store = SimpleNamespace(incoming=Path(fl_ctx.get_prop(FLContextKey.APP_ROOT)), max_shard_size=None)
     job_context.set_persistor(fl_ctx, cast("Any", SimpleNamespace(names=TensorNames({"c": "a"}), store=store)))
     model = {"a": torch.full((2,), 5.0), "b": torch.ones(1)}
     further = {"c": model["a"], "b": model["b"]}
@@ -327,7 +327,7 @@ def test_a_result_is_recorded_whatever_it_has(fl_ctx, tmp_path, caplog, value):
     with caplog.at_level(logging.INFO):
         offload.round_log.on_verdict("site-1", accepted=False)
     offload.handle_event(EventType.END_RUN, fl_ctx)
-    assert re.search("received the result of site-1: (8|16) B in", caplog.text)
+    assert re.search("Received the result of site-1: (8|16) B in", caplog.text)
 
 
 def test_a_rejected_result_has_an_error_where_nvflare_would_end_the_job(fl_ctx):
