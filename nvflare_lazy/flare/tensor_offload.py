@@ -122,6 +122,8 @@ class TensorOffload(FLComponent):
         self._mode_before: offload.ReceiveMode | None = None
         self.round_log: RoundLog | None = None
         self._round: int | None = None
+        # Clients whose last result is empty because it was rejected; NVFlare's aggregators accept an empty result.
+        self._emptied: set[str] = set()
         # Whether results of the round are models or differences: what each client sends, and the first accepted one.
         self._kinds: dict[str, ParamsType] = {}
         self._first_kind: ParamsType | None = None
@@ -284,6 +286,7 @@ class TensorOffload(FLComponent):
             self._reject(client, shareable, dxo, str(error), running, fl_ctx)
             return
         accepted.update_shareable(shareable)
+        self._emptied.discard(client)
         self._first_kind = self._first_kind or result.kind
         if result.dropped_metrics:
             self.log_warning(
@@ -326,6 +329,7 @@ class TensorOffload(FLComponent):
         # tensor fails after half of the result is added.
         if isinstance(dxo.data, dict):
             dict.clear(dxo.data)
+        self._emptied.add(client)
         kind = dxo.data_kind if job_context.kind_of_data(dxo.data_kind) else DataKind.WEIGHTS
         DXO(kind, data={}).update_shareable(shareable)
         is_submitted = fl_ctx.get_prop(FLContextKey.TASK_NAME) == AppConstants.TASK_SUBMIT_MODEL
@@ -339,7 +343,9 @@ class TensorOffload(FLComponent):
         client = job_context.sender_of(fl_ctx)
         if self.round_log is None or not client:
             return
-        self.round_log.on_verdict(client, accepted=bool(fl_ctx.get_prop(AppConstants.AGGREGATION_ACCEPTED)))
+        accepted = bool(fl_ctx.get_prop(AppConstants.AGGREGATION_ACCEPTED)) and client not in self._emptied
+        self._emptied.discard(client)
+        self.round_log.on_verdict(client, accepted=accepted)
 
     # ---- one round -----------------------------------------------------------------------------------------------
 
