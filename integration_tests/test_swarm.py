@@ -15,9 +15,10 @@ from nvflare.app_common.aggregators.weighted_aggregation_helper import WeightedA
 
 import nvflare_lazy
 from benchmarks.fl_job import MIB, RunResult
+from benchmarks.fl_job.poc import run_in_poc
 from benchmarks.fl_job.swarm_job import SwarmJob
 from benchmarks.fl_job.synthetic_model import step
-from integration_tests.conftest import JobRunner, left_in
+from integration_tests.conftest import JobRunner, in_deployment, left_in
 from integration_tests.expected import next_global, start, ulps
 from nvflare_lazy.flare.round_log import FILE_NAME
 
@@ -114,3 +115,126 @@ def test_swarm_in_process(run_job: JobRunner, mode: str):
     """The bits of NVFlare's aggregation at level 1, the exact mean at level 2; both leave nothing in scratch."""
     job = SwarmJob(mode=mode, clients=2, model_mib=1, tensors=4, rounds=2)
     check(run_job(job), job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["pytorch", "numpy"])
+def test_level_1_gives_the_bits_of_nvflare(run_job: JobRunner, exchange: str):
+    """A job without this package and one with it at level 1, both of NVFlare's recipe: equal models."""
+    arguments = {"clients": 2, "model_mib": 1, "tensors": 4, "rounds": 2, "exchange": exchange}
+    models = []
+    for mode in ("stock", "level-1"):
+        job = SwarmJob(mode=mode, **arguments)
+        result = run_job(job)
+        models.append([dict(model) for model in final_models(result, job)])
+    for stock, lazy in zip(*models, strict=True):
+        assert stock.keys() == lazy.keys()
+        assert all(torch.equal(torch.as_tensor(stock[name]), torch.as_tensor(lazy[name])) for name in stock)
+    check_records(result, job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["level-1", "level-2"])
+@pytest.mark.parametrize("external", [False, True], ids=["in process", "external"])
+def test_the_clients_take_turns(run_job: JobRunner, mode: str, external: bool):
+    """Each of three clients aggregates a round, and the first one another; the contributors are known by name."""
+    job = SwarmJob(mode=mode, clients=3, model_mib=1, tensors=4, rounds=4, external=external, **ROTATION)
+    result = run_job(job)
+    check(result, job)
+    turns = aggregators(result)
+    assert turns == [(turns[0] - 1 + number) % 3 + 1 for number in range(4)]
+
+
+@pytest.mark.slow
+def test_differences(run_job: JobRunner):
+    """Clients send differences; the client that aggregates adds them to the global model, on disk."""
+    job = SwarmJob(mode="level-2", clients=2, model_mib=1, tensors=4, rounds=2, difference=True, **ROTATION)
+    result = run_job(job)
+    value = start(2, job.elements)
+    for _ in range(job.rounds):
+        exact = next_global(value, [1, 2], difference=True)
+        value = exact.astype(np.float32)
+    for model in final_models(result, job):
+        assert ulps(model["layer00002"].numpy(), exact) <= 1
+    assert not left_in(result.workspace.parent / "scratch")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["level-1", "level-2"])
+def test_a_bad_result_costs_one_contribution(run_job: JobRunner, mode: str):
+    """NaN, an unknown name and a wrong shape are skipped by the client that aggregates, each with its reason."""
+    faults = {"2": "nan", "3": "shape", "4": "stranger"} if mode == "level-2" else {"2": "shape", "3": "stranger"}
+    sites = len(faults) + 2
+    job = SwarmJob(
+        mode=mode,
+        clients=sites,
+        model_mib=1,
+        tensors=4,
+        rounds=2,
+        trainer=COMPONENTS.parents[1] / "faulty_trainer.py",
+        recipe={"server_config_overrides": {"aggr_clients": ["site-1"], "starting_client": "site-1"}},
+    )
+    result = run_job(job, environment={"FAULTS": json.dumps(faults)})
+    first, second = records(result, "round")[1]
+    assert first["aggregated"] == ["site-1", f"site-{sites}"]
+    reasons = {"nan": "nan", "shape": "has shape", "stranger": "the global model has no"}
+    for site, fault in faults.items():
+        assert reasons[fault] in first["skipped"][f"site-{site}"].lower()
+    assert second["aggregated"] == [f"site-{site}" for site in range(1, sites + 1)]
+    value = next_global(start(2, job.elements), [1, sites]).astype(np.float32)
+    exact = next_global(value, list(range(1, sites + 1)))
+    for model in final_models(result, job):
+        assert model.keys() == {f"layer{index:05d}" for index in range(job.tensors)}
+        assert ulps(model["layer00002"].numpy(), exact) < 16
+    assert not left_in(result.workspace.parent / "scratch")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("external", [False, True], ids=["in process", "external"])
+def test_an_aborted_job_leaves_nothing_in_scratch(run_job: JobRunner, external: bool):
+    """The job ends in its second round, with results in the scratch of the client that aggregates."""
+    job = SwarmJob(
+        mode="level-2",
+        clients=3,
+        model_mib=4,
+        tensors=4,
+        rounds=3,
+        external=external,
+        components=({"id": "panic", "path": "rotation.Panic"},),
+        files=(COMPONENTS,),
+    )
+    result = run_job(job, may_fail=True)
+    assert any("the test ends the job" in path.read_text() for path in result.workspace.glob("*/log.txt"))
+    rounds = [record["round"] for found in records(result, "round").values() for record in found]
+    assert 0 in rounds
+    assert 2 not in rounds
+    assert not left_in(result.workspace.parent / "scratch")
+
+
+@pytest.mark.slow
+def test_cross_site_evaluation(run_job: JobRunner, tmp_path: Path):
+    """As NVFlare's recipe offers it: every model of every client is evaluated by all, from disk."""
+    job = SwarmJob(
+        mode="level-2",
+        clients=2,
+        model_mib=1,
+        tensors=4,
+        rounds=2,
+        trainer=COMPONENTS.parent / "evaluating_trainer.py",
+        recipe={"do_cross_site_eval": True},
+    )
+    result = run_job(job)
+    results = result.server_run_dir / "cross_site_val" / "result_shareables"
+    models = ("site-1", "site-2", "GLOBAL_FL_global_model.safetensors", "GLOBAL_best_FL_global_model.safetensors")
+    assert {path.name for path in results.iterdir()} == {f"site-{site}-{model}" for site in (1, 2) for model in models}
+    check_records(result, job)
+    assert not left_in(result.workspace.parent / "scratch")
+
+
+@pytest.mark.slow
+@in_deployment
+def test_swarm_in_a_deployment(tmp_path: Path):
+    """A server and three sites with external trainers: results, records and scratch as in the simulator."""
+    job = SwarmJob(mode="level-2", clients=3, model_mib=4, tensors=4, rounds=3, external=True)
+    result = run_in_poc(job, tmp_path)
+    assert result.ok, result.output[-3000:]
