@@ -61,6 +61,12 @@ class RunResult:
         return self.peak("client")
 
     @property
+    def cpu_seconds(self) -> float:
+        """CPU seconds of all processes together, but for those that ended before they were noticed."""
+        last = {sample.pid: sample.cpu for sample in self.samples}
+        return sum(last.values())
+
+    @property
     def scratch_peak(self) -> int:
         """Most bytes the scratch had on disk."""
         return max((sample.scratch for sample in self.machine_samples), default=0)

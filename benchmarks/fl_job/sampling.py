@@ -16,7 +16,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Sample:
-    """One process at one moment. Sizes are bytes; the disk counts are totals since the process began."""
+    """One process at one moment. Sizes are bytes; disk counts and CPU seconds are totals since the process began."""
 
     seconds: float
     role: str
@@ -25,6 +25,7 @@ class Sample:
     file: int
     disk_read: int
     disk_written: int
+    cpu: float
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def take(seconds: float, role: str, pid: int) -> Sample | None:
     try:
         status = dict(_fields(Path(f"/proc/{pid}/status")))
         io = dict(_fields(Path(f"/proc/{pid}/io")))
+        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
         return Sample(
             seconds=seconds,
             role=role,
@@ -95,6 +97,7 @@ def take(seconds: float, role: str, pid: int) -> Sample | None:
             file=int(status["RssFile"].split()[0]) * 1024,
             disk_read=int(io["read_bytes"]),
             disk_written=int(io["write_bytes"]),
+            cpu=sum(map(int, times)) / os.sysconf("SC_CLK_TCK"),
         )
     except (OSError, KeyError):
         return None

@@ -82,6 +82,8 @@ def simulator_roles(root: int) -> dict[int, str]:
             roles[pid] = "trainer"
         elif "simulator.simulator" in command:
             roles[pid] = "server"
+        else:
+            roles[pid] = "helper"
     return roles
 
 
