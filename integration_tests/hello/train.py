@@ -21,13 +21,14 @@ def accuracy(model: Net) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--hidden", type=int, default=16)
     parser.add_argument("--scaffold", action="store_true")
     parser.add_argument("--poison", default="", help="the site that sends nonsense")
     options = parser.parse_args()
     flare.init()
     site = flare.get_site_name()
     x, y = data(int(site.rsplit("-", 1)[-1]))
-    model, helper = Net(), PTScaffoldHelper()
+    model, helper = Net(options.hidden), PTScaffoldHelper()
     if options.scaffold:
         helper.init(model)
     while flare.is_running():
@@ -42,7 +43,7 @@ def main() -> None:
         if flare.is_evaluate():
             flare.send(flare.FLModel(metrics=metrics))
             continue
-        before = Net()
+        before = Net(options.hidden)
         before.load_state_dict(received.params)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         meta = {"NUM_STEPS_CURRENT_ROUND": 8}

@@ -8,7 +8,6 @@ that are on disk are not written again.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -52,12 +51,6 @@ class LazyCrossSiteEval(CrossSiteModelEval):
         self._on_disk: dict[str, dict[str, TensorEntry]] = {}
         self._is_locating = False
         register()
-
-    @classmethod
-    def from_stock(cls, stock: CrossSiteModelEval) -> LazyCrossSiteEval:
-        """Return a controller with the arguments of NVFlare's."""
-        named = inspect.signature(CrossSiteModelEval.__init__).parameters
-        return cls(**{name: getattr(stock, f"_{name}") for name in named if hasattr(stock, f"_{name}")})
 
     def _locate_server_models(self, fl_ctx: FLContext) -> bool:
         self._is_locating = True

@@ -6,22 +6,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nvflare.apis.job_def import SERVER_SITE_NAME
 from nvflare.app_common.abstract.model_persistor import ModelPersistor
-from nvflare.app_common.workflows.cross_site_model_eval import CrossSiteModelEval
-from nvflare.app_opt.pt.file_model_locator import PTFileModelLocator
 from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe as StockFedAvgRecipe
-from nvflare.client.config import ExchangeFormat, TransferType
+from nvflare.client.config import ExchangeFormat
 from nvflare.recipe.utils import extract_persistor_id, setup_custom_persistor
 
-from nvflare_lazy.flare.adaptation.component_mapping import OFFLOAD_ID
 from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
-from nvflare_lazy.flare.lazy_cross_site_eval import LazyCrossSiteEval
 from nvflare_lazy.flare.lazy_fedavg import LazyFedAvg
 from nvflare_lazy.flare.lazy_model_locator import LazyModelLocator
-from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, SUFFIX, LazyModelPersistor
-from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET, TensorOffload
-from nvflare_lazy.recipes.options import OffloadOptions
+from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, SUFFIX
+from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET
+from nvflare_lazy.recipes.options import PACKAGE, OffloadOptions, make_lazy
 
 
 class FedAvgRecipe(StockFedAvgRecipe):
@@ -79,7 +74,6 @@ class FedAvgRecipe(StockFedAvgRecipe):
             raise ValueError("checkpoint and initial_ckpt cannot be combined; pass one initial checkpoint")
         self.rule = rule
         self.rule_args = rule_args
-        self._of_one_kind: list[LazyAggregator | TensorOffload] = []
         self._min_responses = min_responses
         self._wait_time_after_min_received = wait_time_after_min_received
         self._task_timeout = task_timeout
@@ -107,30 +101,15 @@ class FedAvgRecipe(StockFedAvgRecipe):
             best_model_filename=best_model_filename,
             **arguments,
         )
-        self._set_params_type(self.options.add_offload(self._job))
-
-    def _set_params_type(self, component: LazyAggregator | TensorOffload) -> None:
-        """Let a component accept differences only, if the clients compute them whatever their scripts send."""
-        sites = [*(self.per_site_config or {}).values()] or [{}]
-        kinds = {site.get("params_transfer_type") or self.params_transfer_type for site in sites}
-        component.params_type = "DIFF" if kinds == {TransferType.DIFF} else None
-        self._of_one_kind.append(component)
-
-    def _apply_per_site_config(self, config: dict[str, dict[str, Any]]) -> None:
-        super()._apply_per_site_config(config)
-        components, self._of_one_kind = self._of_one_kind, []
-        for component in components:
-            self._set_params_type(component)
-
-    def _prepare_client_apps(self) -> None:
-        super()._prepare_client_apps()
-        if not self.options.offload_clients:
-            return
-        if self.per_site_config is None:
-            self._job.to_clients(self.options.offload(), id=OFFLOAD_ID)
-            return
-        for site in self.per_site_config:
-            self._job.to(self.options.offload(), site, id=OFFLOAD_ID)
+        # Without this, NVFlare copies the sources of the package into the job.
+        self._job.set_app_packages([PACKAGE])
+        make_lazy(
+            self,
+            level=3 if offload_clients else 2,
+            scratch_dir=scratch_dir,
+            scratch_quota=scratch_quota,
+            memory_budget=memory_budget,
+        )
 
     def _setup_model_and_persistor(self, job: Any) -> str:
         persistor_id: str = setup_custom_persistor(job=job, model_persistor=self.model_persistor)
@@ -149,36 +128,17 @@ class FedAvgRecipe(StockFedAvgRecipe):
         job.comp_ids["persistor_id"] = persistor_id
         return persistor_id
 
-    def add_cse_validator_if_needed(self) -> None:
-        """Replace the locator and controller that `add_cross_site_evaluation` has added before it calls this.
-
-        It adds NVFlare's locator, which rejects other persistors than NVFlare's, and NVFlare's controller, which loads
-        whole models into memory.
-        """
-        server = self._job._deploy_map[SERVER_SITE_NAME].app_config
-        for workflow in server.workflows:
-            if type(workflow.controller) is CrossSiteModelEval:
-                workflow.controller = LazyCrossSiteEval.from_stock(workflow.controller)
-        components = server.components
-        for component_id, component in components.items():
-            if isinstance(component, PTFileModelLocator):
-                persistor_id = component.pt_persistor_id
-                if isinstance(components[persistor_id], LazyModelPersistor):
-                    components[component_id] = LazyModelLocator(persistor_id)
-
     def _get_model_aggregator(self) -> Any:
         stock = super()._get_model_aggregator()
         if stock:
             return stock
-        aggregator = LazyAggregator(
+        return LazyAggregator(
             rule=self.rule,
             rule_args=self.rule_args,
             exclude_vars=self.exclude_vars,
             aggregation_weights=self.aggregation_weights,
             server_optimizer=self._server_optimizer(),
         )
-        self._set_params_type(aggregator)
-        return aggregator
 
     def _server_optimizer(self) -> dict[str, Any] | None:
         return None

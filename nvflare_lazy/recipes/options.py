@@ -15,7 +15,7 @@ import torch
 from nvflare.recipe.utils import prepare_initial_ckpt, recipe_model_to_job_model
 
 from nvflare_lazy._text import get_logger
-from nvflare_lazy.flare.adaptation.component_mapping import OFFLOAD_ID, PLAIN_DICT, AdaptationOptions
+from nvflare_lazy.flare.adaptation.component_mapping import PLAIN_DICT, AdaptationOptions
 from nvflare_lazy.flare.adaptation.job_folder import adapt_job
 from nvflare_lazy.flare.lazy_model_persistor import LazyModelPersistor
 from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET, TensorOffload
@@ -54,12 +54,6 @@ class OffloadOptions:
     memory_budget: int | str = DEFAULT_MEMORY_BUDGET
     offload_clients: bool = True
 
-    def offload(self) -> TensorOffload:
-        """Return the component for the server or a client."""
-        return TensorOffload(
-            scratch_dir=self.scratch_dir, scratch_quota=self.scratch_quota, memory_budget=self.memory_budget
-        )
-
     def add_persistor(self, job: Any, model: Any, initial_ckpt: str | None, *, numpy: bool, best_name: str) -> str:
         """Add the persistor to a job and return its id.
 
@@ -86,14 +80,6 @@ class OffloadOptions:
         )
         added: str = job.to_server(persistor, id="persistor")
         return added
-
-    def add_offload(self, job: Any) -> TensorOffload:
-        """Add the offload component to the server's configuration and return it."""
-        # Without this, NVFlare copies the sources of the package into the job.
-        job.set_app_packages([PACKAGE])
-        offload = self.offload()
-        job.to_server(offload, id=OFFLOAD_ID)
-        return offload
 
 
 def make_lazy(
@@ -127,6 +113,7 @@ def make_lazy(
         >>> make_lazy(recipe, scratch_dir="/data/scratch")
     """
     given = {"checkpoint_dir": checkpoint_dir, "keep_rounds": keep_rounds, "save_pytorch": save_pytorch}
+    offload = {name: value for name, value in offload.items() if value is not None}
     options = AdaptationOptions(offload, {name: value for name, value in given.items() if value is not None})
     options.check(level)
     # Raise on invalid arguments now rather than when the job starts.

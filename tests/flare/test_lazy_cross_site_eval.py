@@ -12,7 +12,6 @@ from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FLContextKey
 from nvflare.app_common.app_constant import AppConstants
-from nvflare.app_common.workflows.cross_site_model_eval import CrossSiteModelEval
 
 from nvflare_lazy.flare import LazyCrossSiteEval, LazyModelLocator
 from nvflare_lazy.formats import open_safetensors, save
@@ -125,5 +124,5 @@ def test_it_takes_the_place_of_nvflares():
         "cleanup_models": True,
         "participating_clients": ["site-2"],
     }
-    ours = LazyCrossSiteEval.from_stock(CrossSiteModelEval(**given))
+    ours = LazyCrossSiteEval(**given)
     assert {name: getattr(ours, f"_{name}") for name in given} == given

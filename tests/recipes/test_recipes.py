@@ -261,7 +261,7 @@ def test_cross_site_evaluation_is_ours(script, export):
     add_cross_site_evaluation(recipe, submit_model_timeout=7, participating_clients=["site-1"])
     config = export(recipe)
     evaluation = config["workflows"][1]
-    assert evaluation["path"] == "nvflare_lazy.flare.lazy_cross_site_eval.LazyCrossSiteEval"
+    assert evaluation["path"] == "nvflare_lazy.flare.LazyCrossSiteEval"
     assert evaluation["args"]["submit_model_timeout"] == 7
     assert evaluation["args"]["participating_clients"] == ["site-1"]
     named = {part["id"]: part["path"].rpartition(".")[2] for part in config["components"]}

@@ -152,9 +152,10 @@ class SiteConfig:
             return name if "name" in component else ""
         return name if path.startswith(_PACKAGES.get(name, "nvflare.")) else ""
 
-    def is_ours(self, component: Mapping[str, Any]) -> bool:
-        """Return whether a component's class is of this package."""
-        return self.class_path(component).startswith(_OURS)
+    def is_ours(self, component: Mapping[str, Any], name: str = "") -> bool:
+        """Return whether a component's class is of this package, and has the name if one is given."""
+        path = self.class_path(component)
+        return path.startswith(_OURS) and (not name or path.endswith(f".{name}"))
 
     def is_custom(self, component: Mapping[str, Any]) -> bool:
         """Return whether a component's class is neither of this package nor NVFlare's."""
@@ -284,6 +285,8 @@ class _Side:
             replace = self._replacements.get(self.config.nvflare_class(part))
             if replace is not None:
                 replace(part)
+            elif self._params_type:
+                self._set_params_type(part)
         # These depend on what the others have become.
         for part in list(self._parts()):
             kind = self.config.nvflare_class(part)
@@ -296,26 +299,25 @@ class _Side:
         self._move_models()
         if self._options.persistor:
             for part in self.config.components:
-                if self.config.class_path(part).endswith(".LazyModelPersistor"):
+                if self.config.is_ours(part, "LazyModelPersistor"):
                     _args(part).update(self._options.persistor)
 
     def has_ours(self) -> bool:
         """Return whether a component of level 2 is one of this package."""
         return any(
-            self.config.is_ours(part) and not self.config.class_path(part).endswith(".TensorOffload")
-            for part in self._parts()
+            self.config.is_ours(part) and not self.config.is_ours(part, "TensorOffload") for part in self._parts()
         )
 
     @property
     def has_persistor(self) -> bool:
         """Whether the configuration has our persistor."""
-        return any(self.config.class_path(part).endswith(".LazyModelPersistor") for part in self.config.components)
+        return any(self.config.is_ours(part, "LazyModelPersistor") for part in self.config.components)
 
     def add_offload(self) -> None:
         """Add `TensorOffload`, or set the given arguments of the one that exists."""
         given = dict(self._options.offload)
         for part in self.config.components:
-            if self.config.is_ours(part) and self.config.class_path(part).endswith(".TensorOffload"):
+            if self.config.is_ours(part, "TensorOffload"):
                 if given:
                     _args(part).update(given)
                 return
@@ -332,6 +334,12 @@ class _Side:
                 _args(part)["enable_tensor_disk_offload"] = True
 
     # ---- components --------------------------------------------------------------------------------------------------
+
+    def _set_params_type(self, part: dict[str, Any]) -> None:
+        """Let our aggregator, in a job that has it already, accept differences only."""
+        for aggregator in (part, _read_args(part).get("aggregator")):
+            if isinstance(aggregator, dict) and self.config.is_ours(aggregator, "LazyAggregator"):
+                _args(aggregator).setdefault("params_type", self._params_type)
 
     def _replace_fedavg(self, part: dict[str, Any]) -> None:
         args = _args(part)
@@ -392,7 +400,7 @@ class _Side:
             if named.get("shareable_generator_id", "shareable_generator") != part.get("id"):
                 continue
             aggregator = self.config.component(named.get("aggregator_id", "aggregator"))
-            if aggregator is None or self.config.class_path(aggregator) != _AGGREGATOR:
+            if aggregator is None or not self.config.is_ours(aggregator, "LazyAggregator"):
                 raise self._error(part, "works on the result of an aggregator that has no counterpart; use level 1")
             args = _args(part)
             optimizer = args.get("optimizer_args") or {"path": _SGD, "args": {"lr": 1.0}}
@@ -443,13 +451,13 @@ class _Side:
 
     def _replace_locator(self, part: dict[str, Any]) -> None:
         persistor = self.config.component(_read_args(part).get("pt_persistor_id", ""))
-        if persistor is not None and self.config.class_path(persistor).endswith(".LazyModelPersistor"):
+        if persistor is not None and self.config.is_ours(persistor, "LazyModelPersistor"):
             _set_class(part, "LazyModelLocator")
 
     def _move_models(self) -> None:
         """Let a separate process instantiate the model of a persistor, instead of the server."""
         for persistor in self.config.components:
-            if self.config.class_path(persistor) != _FLARE + "LazyModelPersistor":
+            if not self.config.is_ours(persistor, "LazyModelPersistor"):
                 continue
             model = _read_args(persistor).get("model")
             if isinstance(model, str):
