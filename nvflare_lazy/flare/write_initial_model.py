@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import torch
-from nvflare.fuel.utils.class_utils import instantiate_class
 
 from nvflare_lazy.flare.malloc_tuning import tune_malloc
 from nvflare_lazy.flare.parameters_on_disk import ParametersOnDisk
@@ -23,8 +24,10 @@ def main() -> None:
     # Results that move to disk leave holes that the next ones do not fit in.
     tune_malloc(forwards_only=True)
     path = Path(sys.argv[1])
+    module, _, name = order["class_path"].rpartition(".")
+    # Importing NVFlare for this would take a quarter of a second.
     with ParametersOnDisk(path.parent):
-        model = instantiate_class(order["class_path"], order["args"])
+        model = getattr(import_module(module), name)(**order["args"])
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"{order['class_path']} makes a {type(model).__name__}, not a torch.nn.Module")
         weights = model.state_dict()
@@ -33,3 +36,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the destructors of torch, which take another third of a second.
+    os._exit(0)

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import os
 import pathlib
+import sys
 
 import torch
 
 
 class Small(torch.nn.Module):
-    """Two tensors; leaves a line with its process id in the file that `witness` names."""
+    """Two tensors; leaves a line with its process id, and whether NVFlare is loaded, in the file `witness`."""
 
     def __init__(self, width: int = 2, witness: str | None = None, fail: bool = False) -> None:
         super().__init__()
         if witness:
             with pathlib.Path(witness).open("a") as file:
-                file.write(f"{os.getpid()}\n")
+                file.write(f"{os.getpid()} {'nvflare' in sys.modules}\n")
         if fail:
             raise ValueError("no such model today")
         self.layer = torch.nn.Linear(width, 1)

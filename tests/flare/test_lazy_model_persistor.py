@@ -102,12 +102,13 @@ def test_a_relative_name_is_looked_for_where_nvflare_does(start, fl_ctx, tmp_pat
 
 
 def test_a_model_class_is_instantiated_once_and_elsewhere(start, fl_ctx, tmp_path):
-    """Another process makes it with its arguments and writes it to a file, which goes with the last tensor."""
+    """Another process makes it without loading NVFlare, and writes it to a file, which goes with the last tensor."""
     witness = tmp_path / "witness"
     args = {"width": 3, "witness": str(witness)}
     persistor = start(model={"path": NET, "args": args, "config_type": "dict"})
-    (pid,) = witness.read_text().split()
+    pid, has_loaded_nvflare = witness.read_text().split()
     assert int(pid) != os.getpid()
+    assert has_loaded_nvflare == "False"
     assert weights(fl_ctx)["layer.weight"].tolist() == [[0.5, 0.5, 0.5]]
     assert len(files_below(tmp_path / "app")) == 1
     fl_ctx.set_prop(AppConstants.GLOBAL_MODEL, None)
