@@ -24,10 +24,10 @@ from nvflare_lazy.errors import NothingToAggregateError, ResultMismatchError, To
 from nvflare_lazy.flare.accepted_result import Expectation
 from nvflare_lazy.flare.apply_update import ModelUpdate
 from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
-from nvflare_lazy.flare.malloc_tuning import trim_malloc
 from nvflare_lazy.flare.model_output import ModelOutput
 from nvflare_lazy.flare.weights import as_weights, holds_arrays, zero_controls
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.transport.malloc_tuning import trim_malloc
 
 _GLOBAL_CONTROLS = AlgorithmConstants.SCAFFOLD_CTRL_GLOBAL
 

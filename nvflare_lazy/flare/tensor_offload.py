@@ -42,7 +42,6 @@ from nvflare_lazy.flare.accepted_result import (
     spec_or_none,
 )
 from nvflare_lazy.flare.job_context import RunningAggregation
-from nvflare_lazy.flare.malloc_tuning import MallocTrimmer, tune_malloc
 from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
 from nvflare_lazy.flare.tensor_names import renamed
 from nvflare_lazy.flare.weights import is_array, is_lazy, is_weight, zero_controls
@@ -52,6 +51,7 @@ from nvflare_lazy.tensors.dtypes import by_torch
 from nvflare_lazy.tensors.entry import TensorEntry
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.limits import PayloadLimits, PayloadSize
+from nvflare_lazy.transport.malloc_tuning import MallocTrimmer, tune_malloc
 from nvflare_lazy.transport.registration import register
 
 DEFAULT_MEMORY_BUDGET = "128MiB"

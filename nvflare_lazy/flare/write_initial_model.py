@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from nvflare_lazy.flare.malloc_tuning import tune_malloc
 from nvflare_lazy.flare.parameters_on_disk import ParametersOnDisk
 from nvflare_lazy.formats.save_checkpoint import save
+from nvflare_lazy.transport.malloc_tuning import tune_malloc
 
 
 def main() -> None:

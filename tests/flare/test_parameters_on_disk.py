@@ -152,7 +152,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from torch import nn
-from nvflare_lazy.flare.malloc_tuning import tune_malloc
+from nvflare_lazy.transport.malloc_tuning import tune_malloc
 from nvflare_lazy.flare.parameters_on_disk import ParametersOnDisk
 from benchmarks.measuring import PeakMemory
 tune_malloc(forwards_only=True)

@@ -97,7 +97,7 @@ class SilentReceiver:
 
 def tune_malloc(state: State) -> None:
     """Use the settings of a process with `TensorOffload`."""
-    from nvflare_lazy.flare import malloc_tuning
+    from nvflare_lazy.transport import malloc_tuning
 
     malloc_tuning.tune_malloc()
 

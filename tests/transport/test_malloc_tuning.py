@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from nvflare_lazy.flare import malloc_tuning as malloc_tuning
-from nvflare_lazy.flare.malloc_tuning import MallocTrimmer
+from nvflare_lazy.transport import malloc_tuning as malloc_tuning
+from nvflare_lazy.transport.malloc_tuning import MallocTrimmer
 
 MIB = 1 << 20
 
