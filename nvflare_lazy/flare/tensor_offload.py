@@ -51,7 +51,7 @@ from nvflare_lazy.tensors.dtypes import by_torch
 from nvflare_lazy.tensors.entry import TensorEntry
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.limits import PayloadLimits, PayloadSize
-from nvflare_lazy.transport.malloc_tuning import MallocTrimmer, tune_malloc
+from nvflare_lazy.transport.malloc_tuning import MallocTrimmer, Purpose, tune_malloc
 from nvflare_lazy.transport.registration import register
 
 DEFAULT_MEMORY_BUDGET = "128MiB"
@@ -129,7 +129,7 @@ class TensorOffload(FLComponent):
         self._first_kind: ParamsType | None = None
         self._previous_kind: ParamsType | None = None
         self._memory: MallocTrimmer | None = None
-        tune_malloc()
+        tune_malloc("stream")
         register()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -182,9 +182,8 @@ class TensorOffload(FLComponent):
 
     def _start(self, fl_ctx: FLContext) -> None:
         found = register()
-        forwards_only = _uses_external_trainer(fl_ctx)
-        if forwards_only:
-            tune_malloc(forwards_only=True)
+        purpose = _purpose_of(fl_ctx)
+        tune_malloc(purpose)
         self._engine = fl_ctx.get_engine()
         job_id = str(fl_ctx.get_job_id("job"))
         try:
@@ -196,7 +195,7 @@ class TensorOffload(FLComponent):
             return
         limits = PayloadLimits(self._max_result_bytes)
         self._mode_before = offload.runtime.use(offload.ReceiveMode(self._scratch, self._inflight_bytes, limits))
-        self._memory = MallocTrimmer(parse_size(self.memory_budget), forwards_only=forwards_only)
+        self._memory = MallocTrimmer(parse_size(self.memory_budget), purpose)
         offload.runtime.on_buffers_released.append(self._memory.trim_excess)
         job_context.set_offload(fl_ctx, self)
         self.round_log = RoundLog(_records_path(fl_ctx), self._log_line, self._send_metrics)
@@ -464,12 +463,14 @@ def _write_back(dxo: DXO, result: AcceptedResult, reference: Mapping[str, Any]) 
     return DXO(dxo.data_kind, data, meta)
 
 
-def _uses_external_trainer(fl_ctx: FLContext) -> bool:
-    """Whether this is the job process of a client that trains in external processes."""
+def _purpose_of(fl_ctx: FLContext) -> Purpose:
+    """Return what this job process does: a client trains, or forwards to the external processes in which it trains."""
     router = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "task_router", None)
     executors = getattr(router, "task_table", {}).values()
     modes = {getattr(executor, "execution_mode", _IN_PROCESS) for executor in executors}
-    return bool(modes) and _IN_PROCESS not in modes
+    if not modes:
+        return "stream"
+    return "train" if _IN_PROCESS in modes else "forward"
 
 
 def _records_path(fl_ctx: FLContext) -> Path | None:

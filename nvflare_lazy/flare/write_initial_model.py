@@ -22,7 +22,7 @@ def main() -> None:
     # The server's own path, in its order: the job's `custom` folder is on it.
     sys.path[:] = order["sys_path"]
     # Results that move to disk leave holes that the next ones do not fit in.
-    tune_malloc(forwards_only=True)
+    tune_malloc("forward")
     path = Path(sys.argv[1])
     module, _, name = order["class_path"].rpartition(".")
     # Importing NVFlare for this would take a quarter of a second.

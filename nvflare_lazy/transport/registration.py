@@ -19,6 +19,7 @@ from nvflare.fuel.utils.class_loader import get_class_name
 from nvflare_lazy._text import get_logger
 from nvflare_lazy.transport import _nvflare_private, offload
 from nvflare_lazy.transport.decomposers import LazyArrayDecomposer, LazyTensorDecomposer
+from nvflare_lazy.transport.malloc_tuning import tune_malloc
 from nvflare_lazy.transport.via_downloader import LazyDownloadRefDecomposer
 
 if TYPE_CHECKING:
@@ -151,5 +152,6 @@ def install(replace: bool = True) -> Registration:
         torch.Tensor by nvflare_lazy.transport.decomposers.LazyTensorDecomposer; ...
     """
     registration = register(replace)
+    tune_malloc("train")
     offload.enable()
     return registration

@@ -154,16 +154,16 @@ def test_what_is_wrong_in_a_configuration_is_said_at_once(arguments):
 
 
 @pytest.mark.parametrize(
-    ("modes", "forwards"),
+    ("modes", "purpose"),
     [
-        (["external_process"], True),
-        (["external_process", "attach"], True),
-        (["external_process", None], False),
-        ([], False),
+        (["external_process"], "forward"),
+        (["external_process", "attach"], "forward"),
+        (["external_process", None], "train"),
+        ([], "stream"),
     ],
 )
-def test_a_client_that_only_forwards_keeps_no_memory(fl_ctx, tmp_path, monkeypatch, modes, forwards):
-    """The C library is told so when all trainers are processes of their own, and only then."""
+def test_the_c_library_is_tuned_for_what_a_process_does(fl_ctx, tmp_path, monkeypatch, modes, purpose):
+    """A client forwards if all trainers are external; otherwise it trains, which the settings must not slow."""
     router = TaskRouter()
     for number, mode in enumerate(modes):
         command = {"command": "python train.py"} if mode == "external_process" else {}
@@ -172,10 +172,10 @@ def test_a_client_that_only_forwards_keeps_no_memory(fl_ctx, tmp_path, monkeypat
     fl_ctx.set_prop(FLContextKey.RUNNER, SimpleNamespace(task_router=router))
     component = TensorOffload(str(tmp_path / "root"))
     told = []
-    monkeypatch.setattr(tensor_offload, "tune_malloc", lambda **how: told.append(how))
+    monkeypatch.setattr(tensor_offload, "tune_malloc", told.append)
     component.handle_event(EventType.START_RUN, fl_ctx)
     component.handle_event(EventType.END_RUN, fl_ctx)
-    assert told == [{"forwards_only": True}] * forwards
+    assert told == [purpose]
 
 
 def test_what_came_is_all_that_came(fl_ctx, tmp_path, caplog):

@@ -35,7 +35,7 @@ def process(monkeypatch):
 
 def test_too_much(process):
     """Memory is given back when the process has grown by more than it has room for, and not before."""
-    memory = MallocTrimmer(64 * MIB)
+    memory = MallocTrimmer(64 * MIB, "stream")
     process.size = 164 * MIB
     memory.trim_excess()
     assert process.trims == 0
@@ -47,7 +47,7 @@ def test_too_much(process):
 
 def test_in_use(process):
     """What is in use is not asked for each time somebody looks."""
-    memory = MallocTrimmer(64 * MIB)
+    memory = MallocTrimmer(64 * MIB, "stream")
     process.used = process.size = 200 * MIB
     for _ in range(10):
         memory.trim_excess()
@@ -59,7 +59,7 @@ def test_in_use(process):
 
 def test_rest(process):
     """Between rounds everything is given back, and the process may grow from where it was least, not from there."""
-    memory = MallocTrimmer(64 * MIB)
+    memory = MallocTrimmer(64 * MIB, "stream")
     process.used, process.size = 150 * MIB, 160 * MIB
     memory.trim_idle()
     assert (process.trims, process.size) == (1, 150 * MIB)
@@ -73,7 +73,7 @@ def test_rest(process):
 
 def test_settings(process, monkeypatch):
     """When there was too much, the C library keeps less for a moment; without that, nothing changes."""
-    memory = MallocTrimmer(64 * MIB)
+    memory = MallocTrimmer(64 * MIB, "stream")
     memory.trim_excess()
     memory.trim_idle()
     assert process.told == []
@@ -84,8 +84,8 @@ def test_settings(process, monkeypatch):
     monkeypatch.setattr(malloc_tuning, "_STRICT_SECONDS", -1)
     memory.trim_excess()
     memory.trim_excess()
-    assert process.told == [malloc_tuning._STRICT_SETTINGS, malloc_tuning._SETTINGS]
+    assert process.told == [malloc_tuning._STRICT_SETTINGS, malloc_tuning._SETTINGS["stream"]]
     process.size = 165 * MIB
     memory.trim_excess()
     memory.trim_idle()
-    assert process.told == [malloc_tuning._STRICT_SETTINGS, malloc_tuning._SETTINGS] * 2
+    assert process.told == [malloc_tuning._STRICT_SETTINGS, malloc_tuning._SETTINGS["stream"]] * 2
