@@ -24,7 +24,7 @@ import yaml
 from benchmarks.fl_job.job import FLJob
 from benchmarks.fl_job.result import RunResult, read_records
 from benchmarks.fl_job.sampling import Sampler, descendants
-from benchmarks.fl_job.simulator import end_tree
+from benchmarks.fl_job.simulator import INSTANTIATION, end_tree
 
 _SITE = re.compile(r"/(site-\d+)[/ ]")
 _ADMIN = "admin@example.com"
@@ -97,6 +97,8 @@ class Deployment:
             for pid, command in descendants(process.pid):
                 if "trainer.py" in command:
                     roles[pid] = f"trainer-{name}"
+                elif INSTANTIATION in command:
+                    roles[pid] = "instantiation"
                 elif "runner_process" in command:
                     roles[pid] = "server"
                 elif "worker_process" in command:

@@ -13,9 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.fl_job.job import FLJob
+from benchmarks.fl_job.memory_group import MemoryGroup
 from benchmarks.fl_job.result import RunResult, read_records
 from benchmarks.fl_job.sampling import Sampler, descendants
 
+#: In the command line of the process that instantiates a model class.
+INSTANTIATION = "nvflare_lazy.flare.write_initial_model"
 _CLIENT = re.compile(r"simulator_worker .*--client (\S+)")
 
 
@@ -27,6 +30,7 @@ def run_in_simulator(
     interval: float = 0.05,
     environment: dict[str, str] | None = None,
     during: Callable[[Path], None] | None = None,
+    group: MemoryGroup | None = None,
 ) -> RunResult:
     """Run a job in the simulator.
 
@@ -37,6 +41,7 @@ def run_in_simulator(
         interval: Seconds between two samples.
         environment: Further environment variables.
         during: Called over and over with the workspace while the job runs, to interfere with it.
+        group: Limits the memory of all processes together.
     """
     folder = job.write(directory / "job")
     workspace, scratch = directory / "workspace", directory / "scratch"
@@ -47,7 +52,13 @@ def run_in_simulator(
     started = time.time()
     with open(directory / "output.txt", "w+") as output:
         process = subprocess.Popen(
-            command, env=variables, stdout=output, stderr=subprocess.STDOUT, cwd=directory, start_new_session=True
+            command,
+            env=variables,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=directory,
+            start_new_session=True,
+            preexec_fn=group.enter if group else None,  # no thread runs yet
         )
         try:
             with Sampler(lambda: simulator_roles(process.pid), interval, scratch) as sampler:
@@ -78,6 +89,8 @@ def simulator_roles(root: int) -> dict[int, str]:
     for pid, command in descendants(root):
         if match := _CLIENT.search(command):
             roles[pid] = f"client-{match[1]}"
+        elif INSTANTIATION in command:
+            roles[pid] = "instantiation"
         elif "trainer.py" in command:
             roles[pid] = "trainer"
         elif "simulator.simulator" in command:
