@@ -33,6 +33,7 @@ class FLJob:
         aggregator: Arguments for the LazyAggregator.
         persistor: Arguments for the LazyModelPersistor.
         controller: Further arguments for the controller.
+        executor: Further arguments for the clients' executor.
         controller_path: Another controller than FedAvg.
         components: Further components of the server's configuration.
         filters: The server's filters of task results.
@@ -54,6 +55,7 @@ class FLJob:
     aggregator: dict[str, Any] = field(default_factory=dict)
     persistor: dict[str, Any] = field(default_factory=dict)
     controller: dict[str, Any] = field(default_factory=dict)
+    executor: dict[str, Any] = field(default_factory=dict)
     controller_path: str = "nvflare.app_common.workflows.fedavg.FedAvg"
     components: tuple[dict[str, Any], ...] = ()
     filters: tuple[dict[str, Any], ...] = ()
@@ -137,7 +139,11 @@ class FLJob:
         """Return the content of `config_fed_client.json`."""
         both = self.mode == "level-3"
         flags = [flag for flag, on in (("--difference", self.difference), ("--install", both)) if on]
-        executor: dict[str, Any] = {"params_exchange_format": self.exchange, "server_expected_format": self.exchange}
+        executor: dict[str, Any] = {
+            "params_exchange_format": self.exchange,
+            "server_expected_format": self.exchange,
+            **self.executor,
+        }
         if self.external:
             executor |= {
                 "execution_mode": "external_process",
