@@ -139,6 +139,7 @@ class LazyModelPersistor(ModelPersistor):
         self.resumed: Checkpoint | None = None
         # The current model: an update must match it, and keeps the tensors that it does not contain.
         self._current: dict[str, Any] = {}
+        self._workflow_ctx: FLContext | None = None
         self._meta: Mapping[str, Any] = {}
         #: The names that clients use for tensors, if the job started from a Hugging Face directory.
         self.names: TensorNames | None = None
@@ -178,7 +179,7 @@ class LazyModelPersistor(ModelPersistor):
         elif event == AppEventType.GLOBAL_BEST_MODEL_AVAILABLE:
             self._save_best(fl_ctx)
         elif event == EventType.END_RUN:
-            self._current, self._left_out = {}, {}
+            self._current, self._left_out, self._workflow_ctx = {}, {}, None
             if self._store is not None:
                 self._store.clear_incoming()
                 self._leave_models(fl_ctx)
@@ -197,7 +198,7 @@ class LazyModelPersistor(ModelPersistor):
             self.log_error(fl_ctx, f"cannot load the initial model: {error}")
             self.system_panic(reason=f"cannot load the initial model: {error}", fl_ctx=fl_ctx)
             return None
-        self._current = dict(weights)
+        self._current, self._workflow_ctx = dict(weights), fl_ctx
         return make_model_learnable(weights, dict(self._meta))
 
     def save_model(self, ml: ModelLearnable, fl_ctx: FLContext) -> None:
@@ -205,6 +206,10 @@ class LazyModelPersistor(ModelPersistor):
         round_number = fl_ctx.get_prop(AppConstants.CURRENT_ROUND)
         weights = self._merged(ml)
         path = self.store.save({**self._left_out, **weights}, round_number, self._meta)
+        if self._workflow_ctx is not None:
+            # A context caches what it reads, and NVFlare's context of the workflow would keep the initial model on the
+            # disk until the job ends. Reading the property again replaces it.
+            self._workflow_ctx.get_prop(AppConstants.GLOBAL_MODEL)
         self.log_info(fl_ctx, f"saved the global model of round {round_number} as {path}", fire_event=False)
 
     def get_model_inventory(self, fl_ctx: FLContext) -> dict[str, ModelDescriptor]:

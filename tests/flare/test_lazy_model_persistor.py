@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import ReservedKey
+from nvflare.apis.fl_constant import FLContextKey, ReservedKey
+from nvflare.apis.fl_context import FLContextManager
 from nvflare.app_common.abstract.model import ModelLearnableKey, make_model_learnable
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
@@ -114,6 +115,20 @@ def test_a_model_class_is_instantiated_once_and_elsewhere(start, fl_ctx, tmp_pat
     fl_ctx.set_prop(AppConstants.GLOBAL_MODEL, None)
     persistor.handle_event(EventType.END_RUN, fl_ctx)
     assert files_below(tmp_path / "app") == []
+
+
+def test_the_initial_model_leaves_the_disk_after_its_round(scratch, fl_ctx, engine, result, tmp_path):
+    """Although NVFlare's context of the workflow, which lives as long as the job, keeps what it has read."""
+    manager = FLContextManager(engine, "server", "job", {}, {FLContextKey.APP_ROOT: str(tmp_path / "app")})
+    workflow = manager.new_context()
+    persistor = LazyModelPersistor(model=Small(), allow_numpy_conversion=False)
+    persistor.handle_event(EventType.START_RUN, workflow)
+    workflow.set_prop(AppConstants.GLOBAL_MODEL, persistor.load_model(workflow))
+    (initial,) = files_below(tmp_path / "app")
+    with manager.new_context() as later:
+        round_of(persistor, later, result, 0, 0.5)
+    assert initial not in files_below(tmp_path / "app")
+    persistor.handle_event(EventType.END_RUN, workflow)
 
 
 @pytest.mark.parametrize("by_id", [True, False])
