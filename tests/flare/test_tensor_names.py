@@ -253,6 +253,16 @@ def test_shards(begin, qwen, fl_ctx, tmp_path, result, max_shard_size, shards):
     assert len(list(last.glob("*.safetensors"))) == shards
 
 
+def test_a_server_optimizer_writes_shards(begin, qwen, fl_ctx, tmp_path, result):
+    """The updated model is written once, as shards, of which the checkpoint has further names."""
+    persistor = begin(qwen)
+    tensors = {name: value + 1 for name, value in MODEL.items()}
+    end_round(persistor, fl_ctx, result, tensors, server_optimizer={"name": "fedavgm", "lr": 1.0})
+    written = {Path(value.source.file_range()[0].path).stat().st_ino for value in weights(fl_ctx).values()}
+    assert len(written) == 2
+    assert {path.stat().st_ino for path in (tmp_path / "checkpoints").glob("*.safetensors")} == written
+
+
 def test_a_model_of_no_directory_in_shards(start, fl_ctx, tmp_path, result):
     """The global model has an index of the usual name, from which cross-site evaluation opens it."""
     source = nvflare_lazy.save(MODEL, tmp_path / "m.safetensors")
