@@ -20,6 +20,7 @@ from nvflare.app_common.ccwf.swarm_client_ctl import SwarmClientController
 from nvflare.app_common.workflows.fedavg import FedAvg
 from nvflare.app_common.workflows.scaffold import Scaffold
 
+from nvflare_lazy.flare.weights import is_weight
 from nvflare_lazy.transport import offload
 
 if TYPE_CHECKING:
@@ -69,10 +70,13 @@ def round_log_of(fl_ctx: FLContext | None) -> RoundLog | None:
 
 
 def global_weights(fl_ctx: FLContext | None) -> Mapping[str, Any] | None:
-    """Return the global model that the controller sent, or None if there is none."""
+    """Return the global model that the controller sent, or None if there is none.
+
+    The first one of NVFlare's recipes for scikit-learn has settings instead of tensors.
+    """
     learnable = fl_ctx.get_prop(AppConstants.GLOBAL_MODEL) if fl_ctx else None
     weights = learnable.get(ModelLearnableKey.WEIGHTS) if isinstance(learnable, Mapping) else None
-    return weights if isinstance(weights, Mapping) and weights else None
+    return weights if isinstance(weights, Mapping) and any(map(is_weight, weights.values())) else None
 
 
 def keep_global_weights(fl_ctx: FLContext) -> None:
@@ -131,7 +135,7 @@ class RunningAggregation:
 
 def running_aggregation(fl_ctx: FLContext) -> RunningAggregation:
     """Return the known properties of the aggregation of the running workflow."""
-    controller = _controller_of(fl_ctx)
+    controller = controller_of(fl_ctx)
     aggregator: Any = getattr(controller, "aggregator", None)
     exclude: Any
     if type(aggregator) is InTimeAccumulateWeightedAggregator:
@@ -147,11 +151,11 @@ def running_aggregation(fl_ctx: FLContext) -> RunningAggregation:
 
 def trainers(fl_ctx: FLContext) -> list[str]:
     """Return the clients whose results this client aggregates in swarm learning."""
-    found = getattr(_controller_of(fl_ctx), "trainers", None)
+    found = getattr(controller_of(fl_ctx), "trainers", None)
     return list(found or ())
 
 
-def _controller_of(fl_ctx: FLContext) -> Any:
+def controller_of(fl_ctx: FLContext) -> Any:
     """Return the controller of the running workflow, which is an executor in swarm learning, or None."""
     runner = fl_ctx.get_prop(FLContextKey.RUNNER)
     if fl_ctx.get_process_type() != ProcessType.CLIENT_JOB:

@@ -42,6 +42,7 @@ from nvflare_lazy.flare.accepted_result import (
     spec_or_none,
 )
 from nvflare_lazy.flare.job_context import RunningAggregation
+from nvflare_lazy.flare.results_in_memory import cause, is_encrypted, uses_tensor_streaming
 from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
 from nvflare_lazy.flare.tensor_names import renamed
 from nvflare_lazy.flare.weights import is_array, is_lazy, is_weight, zero_controls
@@ -129,6 +130,9 @@ class TensorOffload(FLComponent):
         self._first_kind: ParamsType | None = None
         self._previous_kind: ParamsType | None = None
         self._memory: MallocTrimmer | None = None
+        # When a result has its tensors as the client sent them.
+        self._complete_at = EventType.BEFORE_TASK_RESULT_FILTER
+        self._warned_of_memory = False
         tune_malloc("stream")
         register()
 
@@ -141,10 +145,12 @@ class TensorOffload(FLComponent):
             self._on_client(event_type, fl_ctx)
         elif event_type == EventType.AFTER_TASK_DATA_FILTER:
             self._on_task_sent(fl_ctx)
-        elif event_type == EventType.BEFORE_TASK_RESULT_FILTER:
-            self._on_result(fl_ctx.get_prop(FLContextKey.TASK_RESULT), fl_ctx)
-        elif event_type == EventType.AFTER_TASK_RESULT_FILTER:
-            self._accept(fl_ctx.get_prop(FLContextKey.TASK_RESULT), fl_ctx)
+        elif event_type in (EventType.BEFORE_TASK_RESULT_FILTER, EventType.AFTER_TASK_RESULT_FILTER):
+            result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
+            if event_type == self._complete_at:
+                self._on_result(result, fl_ctx)
+            if event_type == EventType.AFTER_TASK_RESULT_FILTER:
+                self._accept(result, fl_ctx)
         elif event_type == AppEventType.ROUND_STARTED:
             self._start_round(fl_ctx.get_prop(AppConstants.CURRENT_ROUND))
         elif event_type == AppEventType.AFTER_CONTRIBUTION_ACCEPT:
@@ -198,6 +204,9 @@ class TensorOffload(FLComponent):
         self._memory = MallocTrimmer(parse_size(self.memory_budget), purpose)
         offload.runtime.on_buffers_released.append(self._memory.trim_excess)
         job_context.set_offload(fl_ctx, self)
+        if uses_tensor_streaming(fl_ctx):
+            # Its component puts the tensors into the result at the same event as this one, before or after.
+            self._complete_at = EventType.AFTER_TASK_RESULT_FILTER
         self.round_log = RoundLog(_records_path(fl_ctx), self._log_line, self._send_metrics)
         self.log_info(
             fl_ctx,
@@ -258,7 +267,16 @@ class TensorOffload(FLComponent):
         values = [value for _, value in _weights_in((dxo.data, dxo.meta))]
         if values or job_context.kind_of_data(dxo.data_kind):
             nbytes = sum(spec.dtype.itemsize * prod(spec.shape) for spec in map(spec_or_none, values) if spec)
-            self.round_log.on_result(client, nbytes, len(values), on_disk=any(map(is_lazy, values)))
+            on_disk = any(map(is_lazy, values))
+            self.round_log.on_result(client, nbytes, len(values), on_disk=on_disk)
+            # A client that aggregates has its own result in memory if it trains in its process.
+            if not on_disk and (values or is_encrypted(dxo)) and client != fl_ctx.get_identity_name():
+                self._warn_of_memory(dxo, fl_ctx)
+
+    def _warn_of_memory(self, result: DXO, fl_ctx: FLContext) -> None:
+        if not self._warned_of_memory:
+            self._warned_of_memory = True
+            self.log_warning(fl_ctx, f"Results are in memory, not on disk: {cause(result, fl_ctx)}", fire_event=False)
 
     def _accept(self, shareable: Any, fl_ctx: FLContext) -> None:
         """Replace what a client states by plain values, before a controller or aggregator reads it, or reject it."""
@@ -311,7 +329,7 @@ class TensorOffload(FLComponent):
                 names=job_context.tensor_names(fl_ctx),
             ),
         )
-        if running.by_nvflare and dxo.meta.get(MetaKey.PROCESSED_ALGORITHM) is not None:
+        if running.by_nvflare and is_encrypted(dxo):
             raise ResultMismatchError(f"the result of {shown(client)} is encrypted, or processed in another way")
         if running.ignores_zero_steps and not result.steps:
             raise ResultMismatchError(f"{shown(client)} reports 0 training steps, which have no weight")

@@ -4,27 +4,31 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from nvflare.apis.dxo import DXO, DataKind, from_shareable
+from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, ProcessType, ReservedKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.app_common.abstract.model import make_model_learnable
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.ccwf.swarm_client_ctl import SwarmClientController
 from nvflare.app_common.executors.client_api_executor import ClientAPIExecutor
+from nvflare.app_common.workflows.fedavg import FedAvg
+from nvflare.app_opt.tensor_stream.server import TensorServerStreamer
 from nvflare.private.fed.client.client_runner import TaskRouter
 
 import nvflare_lazy
-from nvflare_lazy.flare import TensorOffload, job_context, tensor_offload
+from nvflare_lazy.flare import TensorOffload, job_context, results_in_memory, tensor_offload
 from nvflare_lazy.transport import offload
-from nvflare_lazy.transport.registration import registered
+from nvflare_lazy.transport.registration import Registration, registered
 from tests.flare.conftest import give, receive_from
 
 
@@ -232,6 +236,16 @@ def test_a_result_that_cannot_be_used_comes_without_tensors(fl_ctx, tmp_path, ta
     assert result.get_return_code() == code
 
 
+def test_a_global_model_of_settings_is_no_reference(fl_ctx, tmp_path):
+    """NVFlare's recipes for scikit-learn begin with the settings of the classifier, and get its tensors back."""
+    fl_ctx.set_prop(AppConstants.GLOBAL_MODEL, make_model_learnable({"n_classes": 2, "penalty": "l2"}, {}))
+    fl_ctx.set_prop(FLContextKey.RUNNER, SimpleNamespace(current_wf=SimpleNamespace(controller=FedAvg(num_clients=1))))
+    result = DXO(DataKind.WEIGHTS, data={"coef": np.zeros(3)}).to_shareable()
+    receive_from(fl_ctx, "site-1", result)
+    TensorOffload().handle_event(EventType.AFTER_TASK_RESULT_FILTER, fl_ctx)
+    assert from_shareable(result).data.keys() == {"coef"}
+
+
 def test_a_client_that_claims_the_name_of_another_one(fl_ctx, tmp_path, caplog):
     """The log has the client whose token NVFlare has verified."""
     caplog.set_level("INFO")
@@ -318,6 +332,45 @@ def test_results_that_filters_have_changed(fl_ctx, tmp_path, caplog, kind):
     size = "301 B in 2 tensors, in memory" if kind == "adaquant" else "no tensors"
     assert f"Round 0: received the result of site-1: {size}; memory" in caplog.messages[-1]
     component.handle_event(EventType.END_RUN, fl_ctx)
+
+
+@pytest.mark.parametrize("way", ["encryption", "streaming", "swarm", "handlers", "messages"])
+def test_results_in_memory_are_reported_once(fl_ctx, tmp_path, caplog, monkeypatch, way):
+    """One warning for each job names what brings results past this package, and what to do."""
+    processed = {MetaKey.PROCESSED_ALGORITHM: "CKKS"} if way == "encryption" else {}
+    result = DXO(DataKind.WEIGHTS, data={"w": object() if processed else torch.zeros(3)}, meta=processed)
+    router = TaskRouter()
+    router.add_executor(["swarm_*"], SwarmClientController())
+    config = SimpleNamespace(components={"streamer": TensorServerStreamer()} if way == "streaming" else {})
+    fl_ctx.set_prop(FLContextKey.RUNNER, SimpleNamespace(config=config, task_router=router))
+    if way == "handlers":
+        found = replace(registered().handlers[0], in_place="other.Decomposer", ours=False)
+        monkeypatch.setattr(results_in_memory, "registered", lambda: Registration((found,)))
+    component = TensorOffload(str(tmp_path / "root"))
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    component.handle_event(AppEventType.ROUND_STARTED, fl_ctx)
+    for client in ("site-1", "site-2"):
+        if way == "swarm":
+            fl_ctx.set_prop(FLContextKey.PROCESS_TYPE, ProcessType.CLIENT_JOB)
+        receive_from(fl_ctx, client, result.to_shareable())
+        fl_ctx.set_prop(AppConstants.TRAINING_RESULT, result.to_shareable())
+        for event in (
+            AppEventType.BEFORE_CONTRIBUTION_ACCEPT,
+            EventType.BEFORE_TASK_RESULT_FILTER,
+            EventType.AFTER_TASK_RESULT_FILTER,
+        ):
+            component.handle_event(event, fl_ctx)
+    component.handle_event(EventType.END_RUN, fl_ctx)
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.partition("Results are in memory, not on disk: ")[2].startswith(
+        {
+            "encryption": "they are encrypted or processed ('CKKS')",
+            "streaming": "NVFlare's tensor streaming transfers them; remove enable_tensor_streaming()",
+            "swarm": "SwarmClientController requests them in memory; set its enable_tensor_disk_offload",
+            "handlers": "other handlers replaced those of nvflare-lazy (torch.Tensor by other.Decomposer)",
+            "messages": "the clients send them within their messages",
+        }[way]
+    )
 
 
 def test_a_client_that_aggregates_in_swarm_learning(fl_ctx, tmp_path, caplog):
