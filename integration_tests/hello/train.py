@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client that really learns, with NVFlare's Client API as always; with SCAFFOLD, or poison, if asked for."""
+"""A client that really learns, with NVFlare's Client API as always; with SCAFFOLD, FedCE or poison, if asked for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import nvflare.client as flare
 import torch
 from net import Net, data
 from nvflare.app_common.app_constant import AlgorithmConstants
+from nvflare.app_opt.pt.fedce import PTFedCEHelper
 from nvflare.app_opt.pt.scaffold import PTScaffoldHelper, get_lr_values
 
 
@@ -23,18 +24,22 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--hidden", type=int, default=16)
     parser.add_argument("--scaffold", action="store_true")
+    parser.add_argument("--fedce", action="store_true")
     parser.add_argument("--poison", default="", help="the site that sends nonsense")
     options = parser.parse_args()
     flare.init()
     site = flare.get_site_name()
     x, y = data(int(site.rsplit("-", 1)[-1]))
     model, helper = Net(options.hidden), PTScaffoldHelper()
+    sent = None
     if options.scaffold:
         helper.init(model)
     while flare.is_running():
         received = flare.receive()
         if received is None:
             break
+        types = {type(value).__name__ for value in (received.params or {}).values()}
+        print(f"{site} received {', '.join(sorted(types))}")
         if flare.is_submit_model():
             flare.send(flare.FLModel(params=model.state_dict()))
             continue
@@ -64,7 +69,13 @@ def main() -> None:
         params = model.state_dict()
         if site == options.poison:
             params = {name: torch.full_like(value, 1000) for name, value in params.items()}
-        flare.send(flare.FLModel(params=params, metrics=metrics, meta=meta))
+        result = flare.FLModel(params=params, metrics=metrics, meta=meta)
+        if options.fedce:
+            weight = PTFedCEHelper.get_contribution_weight(received, site)
+            minus = PTFedCEHelper.make_minus_model(before, sent or {}, weight)
+            PTFedCEHelper.set_minus_model_score(result, accuracy(minus))
+            sent = {name: value.clone() for name, value in params.items()}
+        flare.send(result)
 
 
 if __name__ == "__main__":
