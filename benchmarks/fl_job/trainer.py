@@ -26,13 +26,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--install", action="store_true", help="use the plugin in this process")
     parser.add_argument("--difference", action="store_true", help="send what changed instead of the whole")
+    parser.add_argument("--config", help="the profile of a trainer that attaches to a job by itself")
     arguments, _ = parser.parse_known_args()
     if arguments.install:
         import nvflare_lazy
 
         nvflare_lazy.install()
 
-    flare.init()
+    flare.init(config_file=arguments.config)
     name = flare.get_site_name()
     site = int(name.rsplit("-", 1)[-1])
     if "FL_JOB_PIDS" in os.environ:
