@@ -45,6 +45,7 @@ class PayloadDownloadable(CacheableObject):
         runtime: TransferRuntime | None = None,
     ) -> None:
         self._payload = Payload(values, backend)
+        self.keys = self._payload.names
         super().__init__(values, max_chunk_size)
         self._cell = cell
         self._runtime = runtime or offload.runtime
@@ -62,9 +63,9 @@ class PayloadDownloadable(CacheableObject):
         """Return the number of tensors."""
         return len(self._payload.names)
 
-    def get_item_size(self, index: int) -> int:
-        """Return about how many bytes an item has, without making it."""
-        return self._payload.nvflare_item_nbytes(index)
+    def get_item_size(self, index: int) -> int | None:
+        """Return about how many bytes an item has, without making it; None after `release()`."""
+        return None if self._payload.released else self._payload.nvflare_item_nbytes(index)
 
     def produce_item(self, index: int) -> bytes:
         """Return one tensor in the form that NVFlare's own receivers take."""
@@ -117,6 +118,7 @@ class PayloadDownloadable(CacheableObject):
 
     def transaction_done(self, transaction_id: str, status: str) -> None:
         """Answer no more requests."""
+        self.clear_cache()
         if self._ref_id is not None:
             for way in ways.WAYS:
                 way.withdraw(self._ref_id, self._runtime)
@@ -158,6 +160,11 @@ class Payload:
         """Release the tensors."""
         self._values = None
         self._last = None
+
+    @property
+    def released(self) -> bool:
+        """Whether the tensors were released."""
+        return self._values is None
 
     @property
     def manifest(self) -> manifests.Manifest:

@@ -212,7 +212,12 @@ def test_bases():
     """Code that knows NVFlare's base classes takes ours for what they are."""
     made = TensorDownloadable({"a": torch.zeros(3)}, 1000)
     assert isinstance(made, CacheableObject)
-    assert (made.size, made.get_item_count(), made.get_item_size(0)) == (1, 1, 12)
+    assert (made.size, made.keys, made.get_item_count(), made.get_item_size(0)) == (1, ["a"], 1, 12)
+    made.transaction_done("transaction", "status")
+    made.release()
+    assert (made.cache, made.base_obj, made.get_item_size(0)) == (None, None, None)
+    with pytest.raises(RuntimeError, match="released"):
+        made.produce_item(0)
     assert issubclass(DiskTensorConsumer, ItemConsumer)
     assert isinstance(TensorConsumer(), ItemConsumer)
 
