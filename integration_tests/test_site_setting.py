@@ -8,27 +8,21 @@ With `nvflare_lazy.flare.decomposers` NVFlare's own switch `enable_tensor_disk_o
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from nvflare.app_common.aggregators.weighted_aggregation_helper import WeightedAggregationHelper
-from nvflare.app_opt.pt.recipes.swarm import SwarmLearningRecipe
-from nvflare.client.config import ExchangeFormat
 
-from benchmarks import fl_job
 from benchmarks.fl_job import MIB, FLJob, RunResult, run_in_simulator
 from benchmarks.fl_job.poc import run_in_poc
+from benchmarks.fl_job.swarm_job import SwarmJob
 from benchmarks.fl_job.synthetic_model import initial_values, step
 from integration_tests.conftest import JobRunner, in_deployment, server_app
 from tests.scratch.conftest import wait_until_empty
 
 DECOMPOSERS, INSTALL = "nvflare_lazy.flare.decomposers", "nvflare_lazy.flare.install"
-FILES = Path(fl_job.__file__).parent
-JOB = FLJob(mode="offload", model_mib=1, tensors=4, rounds=2)
 
 
 def setting(package: str) -> dict[str, str]:
@@ -49,19 +43,16 @@ def global_model(result: RunResult) -> dict[str, torch.Tensor]:
     return model
 
 
-def check_model(result: RunResult) -> None:
-    """The global model has the bits that NVFlare's aggregation gives with ordinary tensors."""
-    saved = global_model(result)
-    assert len(saved) == result.job.tensors
+def check_model(saved: dict[str, torch.Tensor], job: FLJob) -> None:
+    """Check that a model has the bits that NVFlare's aggregation gives with ordinary tensors."""
+    assert len(saved) == job.tensors
     for index, name in enumerate(saved):
-        value = initial_values(index, result.job.elements)
-        for number in range(result.job.rounds):
+        value = initial_values(index, job.elements)
+        for number in range(job.rounds):
             helper = WeightedAggregationHelper()
             for site in (1, 2):
                 sent = step(value, site)
-                helper.add(
-                    {name: sent.numpy() if result.job.exchange == "numpy" else sent}, site, f"site-{site}", number
-                )
+                helper.add({name: sent.numpy() if job.exchange == "numpy" else sent}, site, f"site-{site}", number)
             value = torch.as_tensor(helper.get_result()[name])
         assert torch.equal(saved[name], value)
 
@@ -98,7 +89,7 @@ def test_in_the_simulator(
     # Once, with the first result.
     scratch = result.workspace.parent / "scratch"
     assert result.server_log.count(f"Receiving tensors to {scratch}") == ("on disk" in server)
-    check_model(result)
+    check_model(global_model(result), job)
     wait_until_empty(scratch)
 
 
@@ -111,7 +102,7 @@ def test_in_a_deployment(tmp_path: Path, external: bool):
     result = run_in_poc(job, tmp_path, resources={"nvflare_decomposers": DECOMPOSERS})
     assert result.ok, result.output[-3000:]
     assert places(result.server_log) == {"on disk"}
-    check_model(result)
+    check_model(global_model(result), job)
     wait_until_empty(tmp_path / "scratch")
 
 
@@ -120,7 +111,7 @@ def test_memory(run_job: JobRunner):
     """The server holds no results, and the model has the bits of the job without the package."""
     model_mib = 256
     lazy = run_job(FLJob(mode="offload", model_mib=model_mib, tensors=32, rounds=2), environment=setting(DECOMPOSERS))
-    check_model(lazy)
+    check_model(global_model(lazy), lazy.job)
     stock = run_job(FLJob(mode="offload", model_mib=model_mib, tensors=32, rounds=2))
     assert not places(stock.server_log)
     found, expected = global_model(lazy), global_model(stock)
@@ -131,47 +122,18 @@ def test_memory(run_job: JobRunner):
     assert lazy.server_peak < stock.server_peak - 2 * model_mib * MIB
 
 
-@dataclass(frozen=True)
-class SwarmJob(FLJob):
-    """The same job without a server that aggregates: the sites take turns."""
-
-    def write(self, folder: Path) -> Path:
-        """Export NVFlare's recipe."""
-        model = {"tensors": self.tensors, "elements": self.elements}
-        recipe = SwarmLearningRecipe(
-            name=folder.name,
-            model={"class_path": "synthetic_model.SyntheticModel", "args": model},
-            num_rounds=self.rounds,
-            train_script=str(FILES / "trainer.py"),
-            min_clients=self.clients,
-            launch_external_process=self.external,
-            command="python3 -u",
-            aggregation_format=ExchangeFormat(self.exchange),
-            enable_tensor_disk_offload=self.mode == "offload",
-        )
-        recipe.export(str(folder.parent))
-        for custom in folder.glob("*/custom"):
-            shutil.copy(FILES / "synthetic_model.py", custom)
-        return folder
-
-
 @pytest.mark.slow
 @in_deployment
-@pytest.mark.parametrize("external", [False, True])
+@pytest.mark.parametrize(("exchange", "external"), [("pytorch", False), ("pytorch", True), ("numpy", True)])
 @pytest.mark.parametrize("run", [run_in_simulator, run_in_poc])
-def test_swarm(tmp_path: Path, run: Callable[..., RunResult], external: bool):
-    """The aggregating sites receive on disk, and the global model has the bits of the job without the package."""
-    models = {}
-    for name, environment in (("lazy", setting(DECOMPOSERS)), ("stock", {})):
-        (tmp_path / name).mkdir()
-        job = SwarmJob(mode="offload", model_mib=1, tensors=4, rounds=2, external=external)
-        result = run(job, tmp_path / name, environment=environment)
-        assert result.ok, result.output[-3000:]
-        assert ("on disk" in places(client_logs(result))) == (name == "lazy")
-        wait_until_empty(tmp_path / name / "scratch")
-        (first, *others) = (torch.load(file)["model"] for file in result.workspace.rglob("FL_global_model.pt"))
-        for other in others:
-            assert all(torch.equal(first[key], other[key]) for key in first)
-        models[name] = first
-    assert models["lazy"].keys() == models["stock"].keys()
-    assert all(torch.equal(models["lazy"][key], models["stock"][key]) for key in models["stock"])
+def test_swarm(tmp_path: Path, run: Callable[..., RunResult], exchange: str, external: bool):
+    """The sites that aggregate receive on disk, and their model has the bits of NVFlare's aggregation."""
+    job = SwarmJob(mode="offload", exchange=exchange, model_mib=1, tensors=4, rounds=2, external=external)
+    result = run(job, tmp_path, environment=setting(DECOMPOSERS))
+    assert result.ok, result.output[-3000:]
+    assert "on disk" in places(client_logs(result))
+    models = [torch.load(file)["model"] for file in result.workspace.rglob("FL_global_model.pt")]
+    assert models
+    for model in models:
+        check_model(model, job)
+    wait_until_empty(tmp_path / "scratch")
