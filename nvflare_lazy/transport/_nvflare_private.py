@@ -110,7 +110,8 @@ def named_in_files_as(stock: type[Any]) -> Callable[[type[_Class]], type[_Class]
 
 def implementation_of(decomposer: Any) -> str:
     """Return the class that a decomposer is an object of, by its own name."""
-    name: str = getattr(decomposer, "implementation", None) or registry.get_class_name(type(decomposer))
+    # Not of a base class: your own decomposer may extend one of these.
+    name: str = vars(type(decomposer)).get("implementation") or registry.get_class_name(type(decomposer))
     return name
 
 

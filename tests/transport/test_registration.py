@@ -90,9 +90,10 @@ def test_your_own_decomposer():
     run("""
         import logging, torch
         from nvflare.fuel.utils import fobs
-        from nvflare.app_opt.pt.decomposers import TensorDecomposer
         from nvflare.app_common.decomposers import numpy_decomposers
-        class YourDecomposer(TensorDecomposer):
+        from nvflare_lazy.transport.decomposers import LazyTensorDecomposer
+        # Not ours, although it extends ours.
+        class YourDecomposer(LazyTensorDecomposer):
             pass
         fobs.register(YourDecomposer)
         numpy_decomposers.register()
