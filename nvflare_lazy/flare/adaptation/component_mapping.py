@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mapping from NVFlare's components to ours, over the plain data of a job's configurations.
 
-`adapt_configs` applies it for a level. A component without a counterpart is an error that says what to do, and a user's
-own component is kept, with a note.
+`adapt_configs` applies it for a level. A component without a counterpart raises an error with the reason and the
+remedy. A user's own component is kept, with a note.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _PACKAGES = {
     "PTFileModelLocator": "nvflare.app_opt.pt.",
     "SwarmClientController": "nvflare.app_common.ccwf.",
 }
-#: Controllers that run on clients: the models of the job are there.
+#: Controllers that run on clients, where the models of such a job are.
 _CLIENT_CONTROLLERS = ("SwarmClientController", "CyclicClientController", "CrossSiteEvalClientController")
 _OWN_FORMAT = "it keeps the model in memory and in its own format"
 _ENCRYPTED = "encrypted results are not tensors"
-#: Components of NVFlare that stand in the way of level 2, and why.
+#: NVFlare's components that prevent level 2, each with the reason.
 _NO_COUNTERPART = {
     "TFModelPersistor": _OWN_FORMAT,
     "NPModelPersistor": _OWN_FORMAT,
@@ -81,7 +81,7 @@ class AdaptationOptions:
 
     Args:
         offload: Arguments of `TensorOffload`.
-        persistor: Arguments of `LazyModelPersistor`, besides those of NVFlare's.
+        persistor: Arguments of `LazyModelPersistor` that NVFlare's persistor lacks.
     """
 
     offload: Mapping[str, Any] = field(default_factory=dict)
@@ -100,9 +100,9 @@ class SiteConfig:
     """A configuration of the server or of clients.
 
     Args:
-        name: What it is called in messages.
-        is_server: Whether it is the server's.
-        data: Its content, which `adapt_configs` changes.
+        name: Name of the file, for messages.
+        is_server: Whether the server reads the file.
+        data: Content of the file; `adapt_configs` changes it.
     """
 
     name: str
@@ -168,7 +168,7 @@ class SiteConfig:
 
 
 def adapt_configs(configs: Sequence[SiteConfig], level: int, options: AdaptationOptions | None = None) -> list[str]:
-    """Change the configurations of a job to a level, and return notes about what was kept.
+    """Change the configurations of a job to a level, and return notes on the components that were kept.
 
     A job that has the level already stays as it is.
 
@@ -206,9 +206,7 @@ def adapt_configs(configs: Sequence[SiteConfig], level: int, options: Adaptation
         if clients_hold_models != side.config.is_server or (level == 3 and not side.config.is_server):
             side.add_offload()
     if options.persistor and not any(side.has_persistor for side in sides):
-        raise JobAdaptationError(
-            f"{next(iter(options.persistor))} requires a PTFileModelPersistor, and the job has none"
-        )
+        raise JobAdaptationError(f"{next(iter(options.persistor))} requires a PTFileModelPersistor; add one to the job")
     return [note for side in sides for note in side.notes]
 
 
@@ -216,7 +214,8 @@ def server_optimizer(optimizer_args: Mapping[str, Any] | None) -> dict[str, Any]
     """Convert NVFlare's optimizer arguments to our server optimizer.
 
     Args:
-        optimizer_args: A torch optimizer as "path" and "args", or one of ours as "name" and parameters.
+        optimizer_args: A torch optimizer as "path" and "args", or a server optimizer of this package as "name" and
+            parameters.
     """
     if optimizer_args is None:
         return {"name": "fedavgm", "lr": 1.0, "momentum": 0.0, **PLAIN_DICT}
@@ -287,7 +286,7 @@ class _Side:
                 replace(part)
             elif self._params_type:
                 self._set_params_type(part)
-        # These depend on what the others have become.
+        # Optimizers and locators depend on the replaced components.
         for part in list(self._parts()):
             kind = self.config.nvflare_class(part)
             if kind == "PTFedOptModelShareableGenerator":
@@ -326,6 +325,11 @@ class _Side:
         taken = {part.get("id") for part in (*self.config.components, *self.config.workflows)}
         free = next(name for name in (OFFLOAD_ID, "tensor_offload", "nvflare_lazy_offload") if name not in taken)
         self.config.data.setdefault("components", []).append({"id": free, "path": _OFFLOAD, "args": given})
+        if any(_read_args(executor).get("execution_mode") == "external_process" for executor in self.config.executors):
+            self.notes.append(
+                f"{self.config.name}: the training script runs in its own process; call nvflare_lazy.install() in it "
+                "before flare.init()"
+            )
 
     def receive_on_disk(self) -> None:
         """Let NVFlare's swarm learning request results on disk: its own request for memory would be honored."""
@@ -514,13 +518,13 @@ def _args(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_args(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a component, which may have none."""
+    """Return the arguments of a component; empty if it lacks them."""
     found = part.get("args")
     return found if isinstance(found, dict) else {}
 
 
 def _moved(args: dict[str, Any]) -> dict[str, Any]:
-    """Remove the arguments that an aggregator takes, and return those that are set."""
+    """Remove the arguments of an aggregator, and return the ones with a value."""
     moved = {name: args.pop(name, None) for name in ("exclude_vars", "aggregation_weights")}
     return {name: value for name, value in moved.items() if value}
 

@@ -282,7 +282,7 @@ class ConfigText:
         return opening + text + (closing if kept else "") + end
 
     def _pieces(self, node: _Container) -> tuple[list[_Piece], str]:
-        """Split the inside of a container into its items, and the space before the closing bracket."""
+        """Split the text between the brackets into items, and the space before the closing bracket."""
         pieces = []
         position = node.inside[0]
         before = ""

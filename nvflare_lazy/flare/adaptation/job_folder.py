@@ -35,7 +35,7 @@ class AdaptedJob:
 
     Args:
         folder: The job folder.
-        notes: What was kept, and why.
+        notes: The components that were kept, and other remarks.
     """
 
     folder: Path
@@ -72,7 +72,7 @@ class AdaptedJob:
             copy = staging / out.name
             shutil.copytree(self.folder, copy, symlinks=True)
             for path in self.changed:
-                (copy / path.relative_to(self.folder)).write_bytes(_encoded(self._texts[path][1]))
+                (copy / path.relative_to(self.folder)).write_bytes(self._texts[path][1].encode())
             copy.rename(out)
         finally:
             shutil.rmtree(staging)
@@ -96,7 +96,7 @@ def adapt_job(folder: str | os.PathLike[str], level: int, options: AdaptationOpt
             _refuse_preloaded_checkpoint(app, folder)
     try:
         notes = adapt_configs([file.edited for file in files], level, options)
-        # Once more with the values that NVFlare reads, to know what the new texts have to mean.
+        # The same for the values that NVFlare reads: `new_text` compares the two.
         adapt_configs([file.read for file in files], level, options)
     except (AttributeError, TypeError) as error:
         raise JobAdaptationError(f"{folder}: the configuration has an unexpected form ({error})") from error
@@ -132,7 +132,7 @@ class _ConfigFile:
     def _parsed(self, text: str) -> dict[str, Any]:
         try:
             data = json.loads(text) if self._strict_json else _parsed_hocon(text)
-        except Exception as error:  # pyhocon raises errors of its own parser
+        except Exception as error:  # pyhocon raises various errors
             raise JobAdaptationError(f"not valid {'JSON' if self._strict_json else 'HOCON'}: {error}") from None
         if not isinstance(data, dict):
             raise JobAdaptationError("not an object")
@@ -173,7 +173,7 @@ def _load(path: Path, folder: Path) -> dict[str, Any]:
     text = _read(path, str(path.relative_to(folder)))
     try:
         data = json.loads(text) if path.suffix == ".json" else _parsed_hocon(text)
-    except Exception as error:  # pyhocon raises errors of its own parser
+    except Exception as error:  # pyhocon raises various errors
         raise JobAdaptationError(f"{path}: {error}") from None
     return data if isinstance(data, dict) else {}
 
@@ -188,10 +188,6 @@ def _read(path: Path, name: str) -> str:
         return path.read_bytes().decode()
     except UnicodeDecodeError as error:
         raise JobAdaptationError(f"{name} is not UTF-8: {error}") from None
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode()
 
 
 def _refuse_preloaded_checkpoint(config: Path, folder: Path) -> None:
@@ -212,7 +208,7 @@ def _replace_all(texts: dict[Path, tuple[str, str]]) -> None:
         for path, (_, new) in texts.items():
             descriptor, staged[path] = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
             with open(descriptor, "wb") as file:
-                file.write(_encoded(new))
+                file.write(new.encode())
                 file.flush()
                 os.fsync(file.fileno())
             shutil.copymode(path, staged[path])
@@ -221,7 +217,7 @@ def _replace_all(texts: dict[Path, tuple[str, str]]) -> None:
             replaced.append(path)
     except BaseException:
         for path in replaced:
-            path.write_bytes(_encoded(texts[path][0]))
+            path.write_bytes(texts[path][0].encode())
         for path, temporary in staged.items():
             if path not in replaced:
                 os.unlink(temporary)

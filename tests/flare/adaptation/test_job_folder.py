@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import nvflare
 import pytest
 from nvflare.app_opt.pt.recipes import FedAvgRecipe as StockFedAvg
 from nvflare.app_opt.pt.recipes.cyclic import CyclicRecipe
@@ -20,13 +22,28 @@ from nvflare.client.config import TransferType
 from nvflare.recipe.utils import add_cross_site_evaluation, set_per_site_config
 
 from nvflare_lazy.errors import JobAdaptationError
-from nvflare_lazy.flare.adaptation.component_mapping import AdaptationOptions
+from nvflare_lazy.flare.adaptation import component_mapping as mapping
+from nvflare_lazy.flare.adaptation.component_mapping import AdaptationOptions, SiteConfig
 from nvflare_lazy.flare.adaptation.job_folder import adapt_job
 from nvflare_lazy.recipes import make_lazy
 from tests.flare.networks import Small
 
+NVFLARE = Path(nvflare.__file__).parent
 OURS = "nvflare_lazy.flare."
 MODEL = {"path": "tests.flare.networks.Small", "args": {}, "config_type": "dict"}
+
+
+def test_nvflare_has_the_classes_of_the_mapping():
+    """A class that NVFlare moves or renames would otherwise be taken for one that needs no replacement."""
+    source = {
+        ".".join(path.relative_to(NVFLARE.parent).with_suffix("").parts): path.read_text(encoding="utf-8")
+        for path in NVFLARE.rglob("*.py")
+    }
+    for name in (*mapping._PACKAGES, *mapping._NO_COUNTERPART, *mapping._CLIENT_CONTROLLERS):
+        defined = re.compile(rf"^(class {name}\b|{name} =)", re.MULTILINE)
+        modules = [module for module, text in source.items() if name in text and defined.search(text)]
+        config = SiteConfig("server", True, {})
+        assert [module for module in modules if config.nvflare_class({"path": f"{module}.{name}"}) == name], name
 
 
 @pytest.fixture
@@ -150,6 +167,15 @@ def test_scaffold_and_cyclic(lazy, arguments):
     expected = {"LazyModelPersistor", "LazyModelLocator", "TensorOffload"}
     assert ours(lazy(StockScaffold(**arguments))["server"]).keys() == {*expected, "LazyScaffold"}
     assert ours(lazy(CyclicRecipe(**arguments))["server"]).keys() == expected
+
+
+def test_a_training_script_in_its_own_process(tmp_path, arguments):
+    """Only the script itself can receive on disk there: a note says how."""
+    recipe = StockFedAvg(launch_external_process=True, **arguments)
+    recipe.export(str(tmp_path / "jobs"))
+    (note,) = adapt_job(tmp_path / "jobs" / "fedavg", 3).notes
+    assert note.endswith("call nvflare_lazy.install() in it before flare.init()")
+    assert adapt_job(tmp_path / "jobs" / "fedavg", 2).notes == []
 
 
 @pytest.mark.parametrize("level", [1, 2])
