@@ -38,7 +38,7 @@ def adapt(job_dir: str, level: str, out: str | None, dry_run: bool) -> None:
 
     job = adapt_job(job_dir, int(level))
     if job.changed:
-        click.echo("\n".join(printable(line) for line in job.diff().splitlines()))
+        click.echo("\n".join("\t".join(map(printable, line.split("\t"))) for line in job.diff().splitlines()))
     if not dry_run and (job.changed or out):
         job.write(None if out is None else Path(out))
     for note in job.notes:

@@ -294,7 +294,10 @@ class _Side:
             elif kind == "PTFileModelLocator":
                 self._replace_locator(part)
             elif self.config.is_custom(part) and self._has_a_role(part):
-                self.notes.append(f"{self.config.name}: kept {self._name(part)}: it is your own class")
+                self.notes.append(
+                    f"{self.config.name}: kept {self._name(part)}: it is your own class; check that it works with the "
+                    "replaced components"
+                )
         self._move_models()
         if self._options.persistor:
             for part in self.config.components:
