@@ -45,6 +45,7 @@ class Mount:
 
     Attributes:
         device: Its device as "major:minor".
+        root: The directory of the file system that is mounted.
         point: The directory it is mounted on.
         kind: Its type as the kernel names it, for example "ext4".
         source: The device file, or another name of the source.
@@ -52,6 +53,7 @@ class Mount:
     """
 
     device: str
+    root: str
     point: str
     kind: str
     source: str
@@ -87,6 +89,7 @@ def _parse_mount(line: str) -> Mount | None:
     options = (option.partition("=")[::2] for option in tail[2].split(","))
     return Mount(
         fields[2],
+        _unescape(fields[3]),
         _unescape(fields[4]),
         tail[0],
         _unescape(tail[1]),
