@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+import nvflare_lazy
 from nvflare_lazy._text import format_size, printable
-from nvflare_lazy.errors import ScratchError, UnsupportedNVFlareError
+from nvflare_lazy.errors import NVFlareLazyError, ScratchError, UnsupportedNVFlareError
 from nvflare_lazy.scratch import JobScratch, list_scratch
+from nvflare_lazy.scratch.container import STORAGE_LIMIT, find_shortages, memory_limit, storage_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +30,13 @@ _PACKAGES = ("nvflare-lazy", "nvflare", "torch", "safetensors", "numpy")
 _MIN_FILES = 1024
 _SPEED_TEST_BYTES = 256 << 20
 _SLOW_BYTES_PER_SECOND = 150 << 20
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+# A segment of 2 MiB with its headers.
+_MIN_MESSAGE_BYTES = 4 << 20
+# NVFlare's variables of the environment, and its default of the second one.
+MAX_MESSAGE, MAX_BLOB = "NVFLARE_MAX_MESSAGE_SIZE", "NVFLARE_STREAMING_MAX_BLOB_SIZE"
+_DEFAULT_MAX_BLOB_BYTES = 4 << 30
+# The default of `TensorOffload`.
+_MEMORY_BUDGET = 128 << 20
 PREFIX = "nvflare_lazy."
 
 
@@ -37,18 +45,26 @@ PREFIX = "nvflare_lazy."
 @click.option(
     "--site", type=click.Path(), help="Directory of a provisioned server or site; check which classes it allows."
 )
+@click.option("--model", type=click.Path(), help="Checkpoint; check that its rounds fit into memory and scratch.")
+@click.option("--clients", type=click.IntRange(min=1), default=1, show_default=True, help="Clients of its job.")
 @click.pass_context
-def doctor(context: click.Context, scratch_dir: str | None, site: str | None) -> None:
+def doctor(context: click.Context, scratch_dir: str | None, site: str | None, model: str | None, clients: int) -> None:
     """Check that this machine is ready to run jobs.
 
-    Checks versions, NVFlare's handlers, the scratch root (space, speed, whether it is memory), process limits and, with
-    --site, the classes that jobs may name there.
+    Checks versions, NVFlare's handlers, the scratch root (space, speed, whether it is memory), and the limits of the
+    process, of the container and of NVFlare's messages. With --site, checks the classes that jobs may name there; with
+    --model, whether a server has the memory and the scratch for the model.
 
     The exit code is 1 if any line is an ERROR.
     """
     errors = 0
     checks = [check_versions(), check_handlers(), check_scratch(scratch_dir), check_limits()]
-    for check in chain(*checks, () if site is None else check_allow_list(Path(site))):
+    checks.append(check_messages(None if site is None else Path(site)))
+    if site is not None:
+        checks.append(check_allow_list(Path(site)))
+    if model is not None:
+        checks.append(check_model(Path(model), clients, scratch_dir))
+    for check in chain(*checks):
         errors += check.level == ERROR
         click.echo(f"{check.level:8} {printable(check.message)}")
     context.exit(1 if errors else 0)
@@ -123,13 +139,70 @@ def check_limits() -> Iterator[Check]:
     size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if size != resource.RLIM_INFINITY:
         yield Check(WARNING, f"Files are limited to {format_size(size)}: a larger model cannot be saved")
-    for path in _CGROUP_LIMITS:
-        try:
-            limit = path.read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit() and int(limit) < 1 << 60:
-            yield Check(OK, f"The container is limited to {format_size(int(limit))} of memory, including page cache")
+    limit = memory_limit()
+    if limit is not None:
+        yield Check(
+            OK,
+            f"The memory limit is {format_size(limit.nbytes)} ({limit.path}); {format_size(limit.in_use)} are in use, "
+            "page cache not included",
+        )
+    try:
+        storage = storage_limit()
+    except ScratchError as error:
+        yield Check(ERROR, str(error))
+        return
+    if storage is not None:
+        yield Check(OK, f"The ephemeral-storage limit is {format_size(storage)} ({STORAGE_LIMIT})")
+
+
+def check_messages(site: Path | None) -> Iterator[Check]:
+    """Check NVFlare's limits on messages, in the environment and in the configuration of a site."""
+    config = {} if site is None else _read_config(site)
+    found = {
+        name: os.environ.get(name) or config.get(name.removeprefix("NVFLARE_").lower(), default)
+        for name, default in ((MAX_MESSAGE, _MIN_MESSAGE_BYTES), (MAX_BLOB, _DEFAULT_MAX_BLOB_BYTES))
+    }
+    try:
+        message, blob = (int(str(value)) for value in found.values())
+    except ValueError as error:
+        yield Check(ERROR, f"{MAX_MESSAGE} or {MAX_BLOB} is not a number: {error}")
+        return
+    if message < _MIN_MESSAGE_BYTES:
+        yield Check(
+            ERROR,
+            f"{MAX_MESSAGE} (max_message_size) is {format_size(message)}, and transfers of tensors fail; set it to "
+            f"{format_size(_MIN_MESSAGE_BYTES)} or more",
+        )
+    if blob < _DEFAULT_MAX_BLOB_BYTES:
+        yield Check(
+            WARNING,
+            f"{MAX_BLOB} (streaming_max_blob_size) is {format_size(blob)}: processes without nvflare-lazy cannot "
+            "exchange larger tensors",
+        )
+
+
+def _read_config(site: Path) -> dict[str, object]:
+    path = (site / "local" if (site / "local").is_dir() else site) / "comm_config.json"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def check_model(model: Path, clients: int, scratch_dir: str | None) -> Iterator[Check]:
+    """Check that a server has the memory and the scratch for a round of a model, at levels 2 and 3."""
+    try:
+        nbytes = nvflare_lazy.open(model).nbytes
+        with JobScratch.open(scratch_dir, job="doctor", warn=False) as job:
+            shortages = find_shortages(_MEMORY_BUDGET, {job.path: clients * nbytes})
+    except (NVFlareLazyError, OSError) as error:
+        yield Check(ERROR, f"Model: {error}")
+        return
+    for shortage in shortages:
+        yield Check(ERROR, f"Model of {format_size(nbytes)}, {clients} clients: {shortage}")
+    if not shortages:
+        yield Check(OK, f"Model of {format_size(nbytes)}, {clients} clients: memory and scratch are sufficient")
 
 
 def check_allow_list(site: Path) -> Iterator[Check]:

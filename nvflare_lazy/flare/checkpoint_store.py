@@ -218,6 +218,13 @@ class CheckpointStore:
         named = ((self.model_name, self.model_path), (self.best_name, self.best_path))
         return {name: existing for name, path in named if (existing := existing_checkpoint(path))}
 
+    def bytes_to_come(self, model_bytes: int) -> int:
+        """Return the disk space that the checkpoints of models of this size take in addition to the existing ones."""
+        # The kept rounds and the best model, and a new round while the one that it replaces still exists.
+        most = (self._keep_rounds + 2) * model_bytes
+        existing = {status.st_ino: status.st_size for status in map(os.lstat, self.directory.rglob("*"))}
+        return max(model_bytes, most - sum(existing.values()))
+
     def rounds(self) -> dict[int, Path]:
         """Return the file or the index of each kept round."""
         paths = ((_number_of(name), self._rounds / name / self._weights_name) for name in self._round_names())

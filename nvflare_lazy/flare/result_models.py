@@ -79,7 +79,7 @@ def leave_models(store: CheckpointStore, app: Path, *, save_pytorch: bool, meta:
 
 
 def _identity(tensors: LazyTensorDict) -> frozenset[tuple[int, int]]:
-    """Return what is the same for all names of the files of a model."""
+    """Return the identity of a model's files, which is the same for all their names."""
     found = set()
     for file in tensors.files():
         with file.descriptor() as fd:

@@ -42,6 +42,7 @@ from nvflare_lazy.flare.accepted_result import (
     spec_or_none,
 )
 from nvflare_lazy.flare.job_context import RunningAggregation
+from nvflare_lazy.flare.job_demand import JobDemand
 from nvflare_lazy.flare.results_in_memory import cause, is_encrypted, uses_tensor_streaming
 from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
 from nvflare_lazy.flare.tensor_names import renamed
@@ -214,6 +215,9 @@ class TensorOffload(FLComponent):
             f"{format_size(self._inflight_bytes)} in flight). Handlers: {found}",
             fire_event=False,
         )
+        if fl_ctx.get_process_type() == ProcessType.CLIENT_JOB:
+            # The server waits until it knows the model.
+            self._warn_of_shortages(0, fl_ctx)
 
     def _end(self) -> None:
         self._end_round()
@@ -246,8 +250,22 @@ class TensorOffload(FLComponent):
         self._measured = key
         size = self._model_size.union(_size_of(task)).union(_size_of(job_context.global_weights(fl_ctx)))
         if size.tensors and size != self._model_size:
+            if not self._model_size.tensors:
+                self._warn_of_shortages(size.nbytes, fl_ctx)
             self._model_size = size
             offload.runtime.limit_payloads(PayloadLimits.for_model(size, self._max_result_bytes))
+
+    def _warn_of_shortages(self, model_bytes: int, fl_ctx: FLContext) -> None:
+        """Warn if the limits of the container are lower than the job needs."""
+        if self._scratch is None:
+            return
+        try:
+            demand = JobDemand.of(fl_ctx, model_bytes, parse_size(self.memory_budget), self._scratch.path)
+            shortages = demand.shortages()
+        except (ScratchError, OSError) as error:
+            shortages = [f"cannot read them: {error}"]
+        for shortage in shortages:
+            self.log_warning(fl_ctx, f"The limits of this container may be too low: {shortage}", fire_event=False)
 
     def _on_result(self, result: object, fl_ctx: FLContext) -> None:
         client = job_context.sender_of(fl_ctx)

@@ -54,7 +54,7 @@ def memory_limit() -> MemoryLimit | None:
     except OSError:
         return None
     groups = {name: path for _, names, path in (line.split(":", 2) for line in lines) for name in names.split(",")}
-    found = []
+    found: list[MemoryLimit] = []
     for mount in mounts():
         if mount.kind == "cgroup2" and "" in groups:
             found += _limits_2(mount, groups[""])
@@ -99,18 +99,21 @@ def find_shortages(memory: int, storage: Mapping[Path, int]) -> list[str]:
     if limit is not None and limit.in_use + memory > limit.nbytes:
         found.append(
             f"the memory limit of {format_size(limit.nbytes)} in {limit.path} is lower than the job needs: "
-            f"{format_size(limit.in_use)} are in use, page cache not included, and it needs {format_size(memory)} more"
+            f"{format_size(limit.in_use)} are in use, page cache not included, and {format_size(memory)} more are "
+            "needed; raise it"
         )
     for wanted in disks.values():
         free, total = inspect_root(next(iter(wanted))).free, sum(wanted.values())
         if total > free:
-            places = " and ".join(map(str, wanted))
-            found.append(f"the disk of {places} has {format_size(free)} free, and the job needs {format_size(total)}")
+            found.append(
+                f"the disk of {' and '.join(map(str, wanted))} has {format_size(free)} free, and the job needs "
+                f"{format_size(total)}; free space, or use another disk"
+            )
     allowed = storage_limit()
     if allowed is not None and ephemeral > allowed:
         found.append(
-            f"the ephemeral-storage limit of {format_size(allowed)} is lower than the {format_size(ephemeral)} that the "
-            "job needs, and Kubernetes would evict its pod"
+            f"the ephemeral-storage limit of {format_size(allowed)} is lower than the job needs: "
+            f"{format_size(ephemeral)}. Kubernetes evicts a pod that uses more; raise it, or use a volume"
         )
     return found
 
@@ -130,16 +133,18 @@ def _limits_2(mount: Mount, group: str) -> Iterator[MemoryLimit]:
 
 
 def _limits_1(mount: Mount, group: str) -> Iterator[MemoryLimit]:
+    lowest = _MIN_UNLIMITED
     for directory in _directories(mount, group):
         used = _statistics(directory)
         in_use = used.get("total_rss", 0) + used.get("total_shmem", 0)
         text = _read(directory / "memory.limit_in_bytes")
-        own = int(text) if text.isdigit() else _MIN_UNLIMITED
-        # The lowest limit of the group and all groups above, also of those that are not visible.
-        inherited = used.get("hierarchical_memory_limit", _MIN_UNLIMITED)
-        if min(own, inherited) < _MIN_UNLIMITED:
-            name = "memory.limit_in_bytes" if own <= inherited else "memory.stat"
-            yield MemoryLimit(min(own, inherited), in_use, directory / name)
+        if text.isdigit() and int(text) < lowest:
+            lowest = int(text)
+            yield MemoryLimit(lowest, in_use, directory / "memory.limit_in_bytes")
+    # Of the uppermost visible group: the lowest limit of the groups above it.
+    inherited = used.get("hierarchical_memory_limit", _MIN_UNLIMITED)
+    if inherited < lowest:
+        yield MemoryLimit(inherited, in_use, directory / "memory.stat")
 
 
 def _directories(mount: Mount, group: str) -> Iterator[Path]:

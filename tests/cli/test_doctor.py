@@ -8,8 +8,12 @@ import resource
 from importlib import metadata
 
 import pytest
+import torch
+from nvflare.fuel.f3.comm_config import CommConfigurator, VarName
 
+import nvflare_lazy
 from nvflare_lazy.cli import doctor
+from nvflare_lazy.scratch.container import STORAGE_LIMIT, MemoryLimit
 from tests.scratch.conftest import leave_behind as leave_behind
 from tests.scratch.conftest import small_disk as small_disk
 
@@ -151,11 +155,44 @@ def test_limits_of_processes(monkeypatch):
     assert not [found for found in doctor.check_limits() if found.level != doctor.OK]
 
 
-def test_the_limit_of_a_container(monkeypatch, tmp_path):
-    """What the container may have is told, page cache included."""
-    (tmp_path / "memory.max").write_text(f"{3 << 30}\n")
-    monkeypatch.setattr(doctor, "_CGROUP_LIMITS", (tmp_path / "none", tmp_path / "memory.max"))
-    assert any("limited to 3.0 GiB of memory" in found.message for found in doctor.check_limits())
+def test_the_limits_of_a_container(monkeypatch, tmp_path):
+    """Memory and ephemeral storage; a limit that is not a size is an error."""
+    monkeypatch.setattr(doctor, "memory_limit", lambda: MemoryLimit(3 << 30, 1 << 20, tmp_path))
+    monkeypatch.setenv(STORAGE_LIMIT, "2GiB")
+    found = [found.message for found in doctor.check_limits()]
+    assert any("memory limit is 3.0 GiB" in message and "1.0 MiB are in use" in message for message in found)
+    assert f"The ephemeral-storage limit is 2.0 GiB ({STORAGE_LIMIT})" in found
+    monkeypatch.setenv(STORAGE_LIMIT, "much")
+    assert [found.level for found in doctor.check_limits()][-1] == doctor.ERROR
+
+
+def test_limits_of_messages(monkeypatch, tmp_path):
+    """NVFlare reads the same variables; those that break transfers are found, also in the files of a site."""
+    assert list(doctor.check_messages(tmp_path)) == []
+    for name in (doctor.MAX_MESSAGE, doctor.MAX_BLOB):
+        monkeypatch.setenv(name, "1000000")
+    assert CommConfigurator().get_max_message_size() == CommConfigurator().get_streaming_max_blob_size() == 1_000_000
+    by_variable = [(found.level, found.message) for found in doctor.check_messages(None)]
+    assert [level for level, _ in by_variable] == [doctor.ERROR, doctor.WARNING]
+    monkeypatch.delenv(doctor.MAX_MESSAGE)
+    monkeypatch.delenv(doctor.MAX_BLOB)
+    (tmp_path / "local").mkdir()
+    config = {VarName.MAX_MESSAGE_SIZE: 1_000_000, VarName.STREAMING_MAX_BLOB_SIZE: 1_000_000}
+    (tmp_path / "local" / "comm_config.json").write_text(json.dumps(config))
+    assert [(found.level, found.message) for found in doctor.check_messages(tmp_path)] == by_variable
+    monkeypatch.setenv(doctor.MAX_BLOB, "4G")
+    assert [found.level for found in doctor.check_messages(tmp_path)] == [doctor.ERROR]
+
+
+def test_a_model(cli, root, tmp_path, monkeypatch):
+    """Its round fits, or the scratch of so many clients does not; a checkpoint that cannot be read is an error."""
+    path = nvflare_lazy.save({"w": torch.ones(1 << 20)}, tmp_path / "m.safetensors")
+    for clients, level in ((3, doctor.OK), (1 << 30, doctor.ERROR)):
+        (finding,) = doctor.check_model(path, clients, str(root))
+        assert (finding.level, finding.message.startswith(f"Model of 4.0 MiB, {clients} clients: ")) == (level, True)
+    result = cli("doctor", "--scratch-dir", root, "--model", tmp_path / "missing", "--clients", 2)
+    assert result.code == 1
+    assert "missing" in one(findings(result)["ERROR"], "Model: ")
 
 
 def test_a_package_that_is_missing(monkeypatch):

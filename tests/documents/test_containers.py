@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of docs/how-to/containers.md give the job's container what the page says, as NVFlare's launchers render it.
+"""The files in docs/how-to/containers.md give a job's container the documented settings, by NVFlare's launchers.
 
-Only the clients of the Kubernetes API and of Docker are replaced: each keeps what it is asked to start.
+Only the clients of the Kubernetes API and of Docker are replaced: they record each pod and container.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Cluster:
 
 
 class DockerDaemon:
-    """Docker's client: starts every container, and keeps what it was asked for."""
+    """Docker's client: starts every container, and keeps the arguments."""
 
     def __init__(self) -> None:
         self.started: dict = {}

@@ -65,7 +65,7 @@ def run(start, fl_ctx, result, tmp_path):
 
 @pytest.fixture
 def download(tmp_path):
-    """Archives a run directory and finds its models, both with NVFlare's code; returns what the archive has."""
+    """Archives a run directory and finds its models, both with NVFlare's code; returns the contents."""
 
     def download(directory: Path) -> tuple[dict, dict[str, float]]:
         storage = FilesystemStorage(str(tmp_path / "jobs"))

@@ -49,7 +49,7 @@ def run_python(code: str, path: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(("code", "version"), [*zip(NEEDING_NVFLARE, ["2.8.3", "2.10.0rc1", "2.10.0"], strict=True)])
 def test_another_version_is_an_error_that_names_both(tmp_path, code, version):
-    """On import of what needs NVFlare, before NVFlare itself is imported; checkpoint tools work."""
+    """The import of a part that needs NVFlare fails before NVFlare is imported; checkpoint tools work."""
     installed = tmp_path / f"nvflare-{version}.dist-info" / "METADATA"
     installed.parent.mkdir()
     installed.write_text(f"Metadata-Version: 2.1\nName: nvflare\nVersion: {version}\n")
@@ -60,7 +60,7 @@ def test_another_version_is_an_error_that_names_both(tmp_path, code, version):
 
 @pytest.mark.slow
 def test_a_release_that_lacks_names(tmp_path):
-    """With NVFlare 2.8, the commands for checkpoints work, and `doctor` says what is wrong."""
+    """With NVFlare 2.8, the commands for checkpoints work, and `doctor` reports the version."""
     python = make_environment(tmp_path / "environment", "--no-deps", "nvflare==2.8.3", unpinned="nvflare")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
 
@@ -78,7 +78,7 @@ def test_a_release_that_lacks_names(tmp_path):
 
 @pytest.mark.slow
 def test_the_newest_candidate(tmp_path):
-    """The tests of what uses NVFlare, and jobs, with the newest 2.9 that the registry has, candidates included."""
+    """The tests of the transport and the components, and jobs, pass with the newest 2.9, candidates included."""
     newest = ["--upgrade", "--pre", f"nvflare{SUPPORTED}"]
     python = make_environment(tmp_path / "environment", *newest, unpinned="nvflare")
     code = "from importlib.metadata import version; print(version('nvflare'))"
