@@ -255,21 +255,17 @@ class ConfigText:
     def _rebuilt(self, node: _Container, new: Any, *, inline: bool) -> str:
         pieces, closing = self._pieces(node)
         broken = any("\n" in piece.before for piece in pieces) or (not pieces and not inline)
-        indentation = self._indentation(node.start)
         if node.is_object:
             kept, added = self._members(node, new, pieces, broken=broken)
         else:
             kept, added = self._elements(node, new, pieces, broken=broken)
         had_trailing_comma = bool(pieces) and pieces[-1].has_comma
-        inner = indentation + self._step if node.inside[0] != node.inside[1] or node.start else indentation
-        last_before = pieces[-1].before if pieces else "\n" + inner
-        before = "\n" + last_before.rpartition("\n")[2] if broken else " " if pieces else ""
         for piece in added:
-            piece.before = before
+            piece.before = "\n" + self._inner_indentation(node, broken=broken) if broken else " "
             same = [index for index, other in enumerate(kept) if piece.key[1:] and other.key[:1] == piece.key[:1]]
             kept.insert(same[-1] + 1 if same else len(kept), piece)
         if not pieces and broken:
-            closing = "\n" + indentation
+            closing = "\n" + self._indentation(node.start)
         if kept and kept[0] in added and not broken:
             kept[0].before = ""
         commas = self._strict_json or any(piece.has_comma for piece in pieces) or not broken
@@ -321,9 +317,7 @@ class ConfigText:
             kept.append(piece)
         added = []
         label = next((item.label for item in node.items), "")
-        indentation = self._indentation(node.start) + (self._step if node.inside[0] != node.start else "")
-        if node.items and broken:
-            indentation = self._indentation(node.items[-1].start)
+        indentation = self._inner_indentation(node, broken=broken)
         for path, value in _missing(new, covered):
             text = self._label(path, like=label) + self._rendered(value, indentation, inline=not broken)
             added.append(_Piece("", text, False, "", path))
@@ -335,9 +329,7 @@ class ConfigText:
         by_identity = {_identity(item.node.data, index): index for index, item in enumerate(node.items)}
         kept, added = [], []
         inline = bool(pieces) and "\n" not in pieces[-1].text
-        indentation = self._indentation(node.items[-1].start if node.items and broken else node.start)
-        if not node.items and broken:
-            indentation += self._step
+        indentation = self._inner_indentation(node, broken=broken)
         for index, value in enumerate(new):
             found = by_identity.get(_identity(value, index))
             if found is None:
@@ -354,13 +346,12 @@ class ConfigText:
         if isinstance(value, dict | list) and value:
             inner = "" if inline else "\n" + indentation + self._step
             label = '"' if self._like_json else ""
-            parts = [
-                (self._label((name,), like=label) if isinstance(value, dict) else "")
-                + self._rendered(
-                    value[name] if isinstance(value, dict) else name, indentation + self._step, inline=inline
-                )
-                for name in value
-            ]
+            items = (
+                [(self._label((name,), like=label), item) for name, item in value.items()]
+                if isinstance(value, dict)
+                else [("", item) for item in value]
+            )
+            parts = [name + self._rendered(item, indentation + self._step, inline=inline) for name, item in items]
             opening, closing = "{}" if isinstance(value, dict) else "[]"
             separator = ", " if inline else "," + inner if self._like_json else inner
             return opening + inner + separator.join(parts) + ("" if inline else "\n" + indentation) + closing
@@ -372,6 +363,13 @@ class ConfigText:
             return ".".join(json.dumps(part, ensure_ascii=False) for part in path) + ": "
         parts = (part if _PLAIN_KEY.fullmatch(part) else json.dumps(part, ensure_ascii=False) for part in path)
         return ".".join(parts) + (": " if like.rstrip().endswith(":") else " = ")
+
+    def _inner_indentation(self, node: _Container, *, broken: bool) -> str:
+        """Return the indentation of the items of a container, or the one that they would have."""
+        if node.items and broken:
+            return self._indentation(node.items[-1].start)
+        has_brackets = node.inside[0] > node.start
+        return self._indentation(node.start) + (self._step if has_brackets else "")
 
     def _indentation(self, position: int) -> str:
         """Return the space at the start of the line of a position."""
