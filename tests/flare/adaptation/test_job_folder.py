@@ -309,6 +309,23 @@ def test_scatter_and_gather(write):
     assert config["workflows"] == SERVER["workflows"]
 
 
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ({"class_path": "net.Net"}, {"path": "net.Net", "args": {}, "config_type": "dict"}),
+        # NVFlare instantiates the inner component, and then the model with it.
+        ({"path": "net.Net", "args": {"part": {"path": "net.Part"}}}, None),
+        (None, None),
+    ],
+)
+def test_models_of_a_persistor(write, model, expected):
+    """A separate process instantiates a class with plain arguments; everything else stays as it is."""
+    config = part("store", args={"model": model, "load_weights_only": False, "load_device": "cpu"})
+    job = adapt_job(write(config), 2)
+    job.write()
+    assert by_id(configs(job.folder)["server"], "store")["args"] == {"model": expected or model}
+
+
 HOCON = """\
 format_version = 2
 # the persistor of this job
