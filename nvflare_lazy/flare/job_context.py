@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _PERSISTOR = "nvflare_lazy.persistor"
 _OFFLOAD = "nvflare_lazy.offload"
+_ENCRYPTION = "nvflare.app_opt.he."
 _KIND_OF_DATA: dict[str, ParamsType] = {DataKind.WEIGHTS: "FULL", DataKind.WEIGHT_DIFF: "DIFF"}
 
 
@@ -123,6 +124,7 @@ class RunningAggregation:
         ignores_zero_steps: Whether a result of 0 steps has the weight 0, which the mean may divide by.
         has_controls: Whether it is NVFlare's SCAFFOLD, which also averages control variates, and ends the job if a
             result is empty.
+        adds_encrypted: Whether it adds encrypted values, which nothing else can check.
     """
 
     exclude: re.Pattern[str] | None = None
@@ -131,6 +133,7 @@ class RunningAggregation:
     params_type: ParamsType | None = None
     ignores_zero_steps: bool = False
     has_controls: bool = False
+    adds_encrypted: bool = False
 
 
 def running_aggregation(fl_ctx: FLContext) -> RunningAggregation:
@@ -138,6 +141,9 @@ def running_aggregation(fl_ctx: FLContext) -> RunningAggregation:
     controller = controller_of(fl_ctx)
     aggregator: Any = getattr(controller, "aggregator", None)
     exclude: Any
+    # These classes can only be imported with TenSEAL.
+    if any(base.__module__.startswith(_ENCRYPTION) for base in type(aggregator).__mro__):
+        return RunningAggregation(adds_encrypted=True)
     if type(aggregator) is InTimeAccumulateWeightedAggregator:
         exclude, kinds = (_of_single_dxo(found) for found in (aggregator.exclude_vars, aggregator.expected_data_kind))
         kind = kind_of_data(kinds)

@@ -299,6 +299,8 @@ class TensorOffload(FLComponent):
     def _accept(self, shareable: Any, fl_ctx: FLContext) -> None:
         """Replace what a client states by plain values, before a controller or aggregator reads it, or reject it."""
         client, running = job_context.sender_of(fl_ctx), job_context.running_aggregation(fl_ctx)
+        if running.adds_encrypted:
+            return
         try:
             dxo = _decoded(shareable)
         except Exception as error:

@@ -246,6 +246,20 @@ def test_a_global_model_of_settings_is_no_reference(fl_ctx, tmp_path):
     assert from_shareable(result).data.keys() == {"coef"}
 
 
+def test_encrypted_results_reach_their_aggregator(fl_ctx):
+    """Their values are objects of another library; only a job with NVFlare's aggregator for them lets them pass."""
+    give(fl_ctx, w=torch.zeros(3))
+    aggregator = type("HEAggregator", (), {"__module__": "nvflare.app_opt.he.intime_accumulate_model_aggregator"})
+    for kind, passes in ((aggregator, True), (type("Other", (), {}), False)):
+        workflow = SimpleNamespace(controller=SimpleNamespace(aggregator=kind()))
+        fl_ctx.set_prop(FLContextKey.RUNNER, SimpleNamespace(current_wf=workflow))
+        dxo = DXO(DataKind.WEIGHTS, data={"w": object()}, meta={MetaKey.PROCESSED_ALGORITHM: "CKKS"})
+        result = dxo.to_shareable()
+        receive_from(fl_ctx, "site-1", result)
+        TensorOffload().handle_event(EventType.AFTER_TASK_RESULT_FILTER, fl_ctx)
+        assert bool(from_shareable(result).data) is passes
+
+
 def test_a_client_that_claims_the_name_of_another_one(fl_ctx, tmp_path, caplog):
     """The log has the client whose token NVFlare has verified."""
     caplog.set_level("INFO")
