@@ -20,6 +20,7 @@ import nvflare_lazy
 from nvflare_lazy import aggregation, errors, flare, formats, recipes, scratch
 from nvflare_lazy.aggregation.server_optimizers import _OPTIMIZERS
 from nvflare_lazy.cli.program import program
+from nvflare_lazy.flare.adaptation import component_mapping
 from nvflare_lazy.flare.round_log import ContributionRecord, RoundRecord
 from tests.documents.markdown import Block, blocks
 
@@ -102,6 +103,12 @@ def test_recipes(name):
     described = documented(sections("reference/recipes.md")[name])
     assert {argument: own[argument] for argument in described} == described
     assert expected.keys() - described.keys() <= {"recipe", "model"}
+
+
+def test_mapping():
+    """The table has every component of NVFlare that is replaced."""
+    described = {word for row in rows(sections("reference/recipes.md")["The mapping"]) for word in words(row[0])}
+    assert described == set(component_mapping._PACKAGES)
 
 
 @pytest.mark.parametrize("name", program.list_commands(click.Context(program)))

@@ -35,7 +35,6 @@ _PACKAGES = {
     "PTFedAvgEarlyStopping": "nvflare.app_opt.pt.",
     "FedOpt": "nvflare.app_opt.pt.",
     "Scaffold": "nvflare.app_common.workflows.",
-    "ScatterAndGather": "nvflare.app_common.workflows.",
     "CrossSiteModelEval": "nvflare.app_common.workflows.",
     "InTimeAccumulateWeightedAggregator": "nvflare.app_common.aggregators.",
     "AccumulateWeightedAggregator": "nvflare.app_common.aggregators.",
