@@ -148,8 +148,8 @@ def test_cross_site_evaluation_with_nvflares_utility(run, net):
         # The sites' test set is the one here.
         found = evaluations["SRV_FL_global_model.safetensors"]["accuracy"]
         assert found == pytest.approx(accuracy(net, app / "FL_global_model.safetensors"))
-    # Passed on from disk.
-    assert {*nvflare_lazy.open(job / "cross_site_val" / "model_shareables" / "site-1.safetensors")} == {
-        *net.Net(16).state_dict()
-    }
+    # Passed on from disk; the server's models are not copied.
+    passed_on = job / "cross_site_val" / "model_shareables"
+    assert {*nvflare_lazy.open(passed_on / "site-1.safetensors")} == {*net.Net(16).state_dict()}
+    assert sorted(path.name for path in passed_on.iterdir()) == ["site-1.safetensors", "site-2.safetensors"]
     assert "must be PTFileModelPersistor" not in (job.parent / "log.txt").read_text()

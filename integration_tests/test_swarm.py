@@ -20,6 +20,7 @@ from benchmarks.fl_job.swarm_job import SwarmJob
 from benchmarks.fl_job.synthetic_model import step
 from integration_tests.conftest import JobRunner, in_deployment, left_in
 from integration_tests.expected import next_global, start, ulps
+from nvflare_lazy.flare.result_models import MANIFEST_NAME
 from nvflare_lazy.flare.round_log import FILE_NAME
 
 COMPONENTS = Path(__file__).parent / "swarm" / "rotation.py"
@@ -104,6 +105,11 @@ def check(result: RunResult, job: SwarmJob) -> None:
             assert torch.equal(model["layer00002"], value)
         else:
             assert ulps(model["layer00002"].numpy(), value.numpy().astype(np.longdouble)) < 16
+    for app in (app_of(result, site) for site in sites if job.mode == "level-2"):
+        # Each model once, and the manifest of a result.
+        models = json.loads((app.parent / MANIFEST_NAME).read_text())["artifacts"]
+        assert models["global_model"] == f"{app.name}/FL_global_model.safetensors"
+        assert len(list(app.rglob("*.safetensors"))) == len(set(models.values()))
     for model in final_models(result, job, "best_FL_global_model"):
         assert model.keys() == {f"layer{index:05d}" for index in range(job.tensors)}
     check_records(result, job)

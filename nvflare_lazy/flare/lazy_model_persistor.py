@@ -351,8 +351,7 @@ class LazyModelPersistor(ModelPersistor):
         except (NVFlareLazyError, OSError) as error:
             self.log_warning(
                 fl_ctx,
-                f"The models are in {self.store.directory}, but not in the run directory, and a download of the job "
-                f"will lack them: {error}",
+                f"The result of the job is incomplete, its models are in {self.store.directory}: {error}",
                 fire_event=False,
             )
             return

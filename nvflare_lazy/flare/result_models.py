@@ -51,7 +51,7 @@ def leave_models(store: CheckpointStore, app: Path, *, save_pytorch: bool, meta:
         model that the job has saved, and entries of the same model have the same path.
 
     Raises:
-        DiskFullError: There is no space for a copy. The checkpoints are unchanged.
+        DiskFullError: There is no space for a copy or a PyTorch file. The safetensors files are unchanged.
     """
     is_elsewhere = store.directory.resolve() != app.resolve()
     found = {_GLOBAL: existing_checkpoint(store.model_path), _BEST: existing_checkpoint(store.best_path)}
@@ -71,9 +71,11 @@ def leave_models(store: CheckpointStore, app: Path, *, save_pytorch: bool, meta:
         models[name] = left[identity]
     if not is_elsewhere:
         store.clear_state()
-    if save_pytorch:
-        models = _as_pytorch(store, models, app, meta)
     if models:
+        _write_manifest(models, app.parent)
+    if models and save_pytorch:
+        # If the disk is too small for this, the manifest has the safetensors files.
+        models = _as_pytorch(store, models, app, meta)
         _write_manifest(models, app.parent)
     return models
 

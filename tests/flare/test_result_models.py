@@ -20,6 +20,7 @@ from nvflare.fuel.utils.zip_utils import unzip_all_from_file
 from nvflare.tool.job import job_cli
 
 import nvflare_lazy
+from nvflare_lazy.errors import DiskFullError
 from nvflare_lazy.flare import LazyAggregator, result_models
 from nvflare_lazy.flare.result_models import MANIFEST_NAME
 from nvflare_lazy.formats.hugging_face import ModelDirectory
@@ -164,6 +165,17 @@ def test_a_link_costs_no_disk_and_another_file_system_a_copy(run, download, monk
     monkeypatch.setattr(result_models.shutil, "disk_usage", lambda path: usage(1000))
     directory = run(None, checkpoint_dir="full")
     assert [path.name for path in directory.rglob("*") if path.is_file()] == []
+
+
+def test_a_disk_too_small_for_pytorch_files(run, download, monkeypatch, caplog):
+    """The download has the safetensors file, and the log has the reason."""
+
+    def fail(*_, **__):
+        raise DiskFullError("no space")
+
+    monkeypatch.setattr(result_models, "write_pytorch_file", fail)
+    assert download(run(None, save_pytorch=True))[1] == {LAST: 2.0}
+    assert "The result of the job is incomplete" in caplog.text
 
 
 def test_a_job_without_a_model_has_no_manifest(start, fl_ctx, engine, tmp_path):
