@@ -109,10 +109,10 @@ def test_in_a_deployment(tmp_path: Path, external: bool):
 @pytest.mark.slow
 def test_memory(run_job: JobRunner):
     """The server holds no results, and the model has the bits of the job without the package."""
-    model_mib = 256
-    lazy = run_job(FLJob(mode="offload", model_mib=model_mib, tensors=32, rounds=2), environment=setting(DECOMPOSERS))
+    model_mib = 128
+    lazy = run_job(FLJob(mode="offload", model_mib=model_mib, tensors=16, rounds=2), environment=setting(DECOMPOSERS))
     check_model(global_model(lazy), lazy.job)
-    stock = run_job(FLJob(mode="offload", model_mib=model_mib, tensors=32, rounds=2))
+    stock = run_job(FLJob(mode="offload", model_mib=model_mib, tensors=16, rounds=2))
     assert not places(stock.server_log)
     found, expected = global_model(lazy), global_model(stock)
     assert found.keys() == expected.keys()
