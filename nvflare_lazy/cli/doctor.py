@@ -38,13 +38,16 @@ _DEFAULT_MAX_BLOB_BYTES = 4 << 30
 # The default of `TensorOffload`.
 _MEMORY_BUDGET = 128 << 20
 PREFIX = "nvflare_lazy."
+# The values of NVFlare's setting `nvflare_decomposers`, and the jobs that they are for.
+SETTINGS = {
+    "nvflare_lazy.flare.decomposers": "jobs that set enable_tensor_disk_offload",
+    "nvflare_lazy.flare.install": "all jobs",
+}
 
 
 @click.command()
 @click.option("--scratch-dir", type=click.Path(), help="Scratch root. Default: the current user's.")
-@click.option(
-    "--site", type=click.Path(), help="Directory of a provisioned server or site; check which classes it allows."
-)
+@click.option("--site", type=click.Path(), help="Directory of a provisioned server or site; check its resources.json.")
 @click.option("--model", type=click.Path(), help="Checkpoint; check that its rounds fit into memory and scratch.")
 @click.option("--clients", type=click.IntRange(min=1), default=1, show_default=True, help="Clients of its job.")
 @click.pass_context
@@ -52,8 +55,8 @@ def doctor(context: click.Context, scratch_dir: str | None, site: str | None, mo
     """Check that this machine is ready to run jobs.
 
     Checks versions, NVFlare's handlers, the scratch root (space, speed, whether it is memory), and the limits of the
-    process, of the container and of NVFlare's messages. With --site, checks the classes that jobs may name there; with
-    --model, whether a server has the memory and the scratch for the model.
+    process, of the container and of NVFlare's messages. With --site, checks the site's setting nvflare_decomposers and
+    the classes that jobs may name there; with --model, whether a server has the memory and the scratch for the model.
 
     The exit code is 1 if any line is an ERROR.
     """
@@ -61,7 +64,7 @@ def doctor(context: click.Context, scratch_dir: str | None, site: str | None, mo
     checks = [check_versions(), check_handlers(), check_scratch(scratch_dir), check_limits()]
     checks.append(check_messages(None if site is None else Path(site)))
     if site is not None:
-        checks.append(check_allow_list(Path(site)))
+        checks.append(check_site(Path(site)))
     if model is not None:
         checks.append(check_model(Path(model), clients, scratch_dir))
     for check in chain(*checks):
@@ -205,8 +208,8 @@ def check_model(model: Path, clients: int, scratch_dir: str | None) -> Iterator[
         yield Check(OK, f"Model of {format_size(nbytes)}, {clients} clients: memory and scratch are sufficient")
 
 
-def check_allow_list(site: Path) -> Iterator[Check]:
-    """Check which component classes a site allows in jobs without custom code."""
+def check_site(site: Path) -> Iterator[Check]:
+    """Check a site's setting `nvflare_decomposers`, and the component classes it allows in jobs without custom code."""
     local = site / "local" if (site / "local").is_dir() else site
     path = next(
         (local / name for name in ("resources.json", "resources.json.default") if (local / name).exists()), None
@@ -219,6 +222,16 @@ def check_allow_list(site: Path) -> Iterator[Check]:
     except ValueError as error:
         yield Check(ERROR, f"{path} is not JSON: {error}")
         return
+    setting = resources.get("nvflare_decomposers")
+    jobs = SETTINGS.get(setting) if isinstance(setting, str) else None
+    if jobs is not None:
+        yield Check(OK, f"{path} imports {setting}: {jobs} receive on disk")
+    elif PREFIX[:-1] in str(setting):
+        yield Check(
+            ERROR,
+            f"{path} has nvflare_decomposers {setting!r}, which NVFlare ignores without a message; use "
+            + " or ".join(SETTINGS),
+        )
     allowed = resources.get("class_allow_list")
     if allowed is not None and any(entry == "*" or PREFIX.startswith(entry) for entry in allowed):
         yield Check(OK, f"{path} allows {PREFIX}*")
@@ -226,7 +239,7 @@ def check_allow_list(site: Path) -> Iterator[Check]:
         yield Check(WARNING, f'{path} does not allow {PREFIX}*, but only warns; add "{PREFIX}" to class_allow_list')
     else:
         yield Check(
-            ERROR,
+            ERROR if jobs is None else WARNING,
             f'{path} does not allow {PREFIX}*; add "{PREFIX}" to class_allow_list, or only jobs with custom code '
             "(BYOC) can use it",
         )

@@ -79,18 +79,37 @@ ALLOWS = [
 @pytest.mark.parametrize(("resources", "level", "says"), ALLOWS)
 def test_what_a_site_allows(site, resources, level, says, name):
     """As NVFlare reads it: a list of the site's own, or none, which means NVFlare's classes only."""
-    (finding,) = doctor.check_allow_list(site(name, **resources))
+    (finding,) = doctor.check_site(site(name, **resources))
     assert finding.level == level
     assert says in finding.message
 
 
+@pytest.mark.parametrize(
+    ("setting", "levels"),
+    [
+        ("nvflare_lazy.flare.decomposers", ["OK", "WARNING"]),
+        ("nvflare_lazy.flare.install", ["OK", "WARNING"]),
+        # A typing error, and a list, of which NVFlare makes text.
+        ("nvflare_lazy.flare.decomposer", ["ERROR", "ERROR"]),
+        (["nvflare_lazy.flare.decomposers"], ["ERROR", "ERROR"]),
+        ("our.decomposers", ["ERROR"]),
+    ],
+)
+def test_setting_of_a_site(site, setting, levels):
+    """With the setting, jobs need not name a class; NVFlare ignores a value that it cannot import."""
+    found = list(doctor.check_site(site(nvflare_decomposers=setting)))
+    assert [finding.level for finding in found] == levels
+    assert "class_allow_list" in found[-1].message
+    assert len(found) == 1 or str(setting) in found[0].message
+
+
 def test_a_site_that_is_none(tmp_path, site):
     """No resources, and resources that cannot be read, are problems with the path in them."""
-    (finding,) = doctor.check_allow_list(tmp_path)
+    (finding,) = doctor.check_site(tmp_path)
     assert (finding.level, str(tmp_path) in finding.message) == (doctor.ERROR, True)
     path = site() / "local" / "resources.json"
     path.write_text("{")
-    (finding,) = doctor.check_allow_list(path.parents[1])
+    (finding,) = doctor.check_site(path.parents[1])
     assert (finding.level, "is not JSON" in finding.message) == (doctor.ERROR, True)
 
 
