@@ -19,7 +19,7 @@ from nvflare.recipe import SimEnv
 from safetensors.torch import load_file
 
 import nvflare_lazy
-from nvflare_lazy.recipes import FedAvgRecipe
+from nvflare_lazy.recipes import FedAvgRecipe, SwarmLearningRecipe
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -161,3 +161,22 @@ def test_training_changes_the_result(run, base):
     """A job that trains both ends with another model, which loads completely, and knows the best one."""
     result = run(base, f"--base {base} --lr 0.1")
     assert not torch.equal(logits(loaded(result)), logits(loaded(base)))
+
+
+def test_swarm_learning_from_a_tied_directory(base, tmp_path, monkeypatch):
+    """The clients that aggregate store the tied tensor once; each client has a complete directory at the end."""
+    monkeypatch.setenv("NVFLARE_LAZY_SCRATCH", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir(mode=0o700)
+    recipe = SwarmLearningRecipe(
+        name="swarm",
+        checkpoint=str(base),
+        min_clients=2,
+        num_rounds=2,
+        train_script=shutil.copy(TRAIN, tmp_path),
+        train_args={"script_args": f"--base {base}"},
+    )
+    recipe.execute(SimEnv(num_clients=2, workspace_root=str(tmp_path / "workspace")))
+    for site in ("site-1", "site-2"):
+        result = tmp_path / "workspace" / "swarm" / site / "simulate_job" / f"app_{site}"
+        assert torch.equal(logits(loaded(result)), logits(loaded(base)))
+        assert nvflare_lazy.open(result).keys() == nvflare_lazy.open(base).keys()
