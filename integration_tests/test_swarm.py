@@ -240,7 +240,21 @@ def test_cross_site_evaluation(run_job: JobRunner, tmp_path: Path):
 @pytest.mark.slow
 @in_deployment
 def test_swarm_in_a_deployment(tmp_path: Path):
-    """A server and three sites with external trainers: results, records and scratch as in the simulator."""
+    """A server and three sites with external trainers: models, records and scratch as in the simulator."""
     job = SwarmJob(mode="level-2", clients=3, model_mib=4, tensors=4, rounds=3, external=True)
     result = run_in_poc(job, tmp_path)
     assert result.ok, result.output[-3000:]
+    value = start(2, job.elements)
+    for _ in range(job.rounds):
+        exact = next_global(value, [1, 2, 3])
+        value = exact.astype(np.float32)
+    sites = ["site-1", "site-2", "site-3"]
+    for site in sites:
+        (model,) = result.workspace.glob(f"{site}/*/app_{site}/FL_global_model.safetensors")
+        assert ulps(nvflare_lazy.open(model)["layer00002"].numpy(), exact) <= 1
+    logs = result.workspace.glob(f"site-*/*/{FILE_NAME}")
+    lines = [json.loads(line) for path in logs for line in path.read_text().splitlines()]
+    rounds = {line["round"]: line["aggregated"] for line in lines if line["kind"] == "round"}
+    assert rounds == {0: sites, 1: sites, 2: sites}
+    assert all(line["on_disk"] and line["nbytes"] == 4 * MIB for line in lines if line["kind"] == "contribution")
+    assert not left_in(tmp_path / "scratch")
