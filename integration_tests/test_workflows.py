@@ -66,7 +66,7 @@ def stock_and_lazy(run_job: JobRunner, tmp_path: Path, net: Any) -> Callable[...
         make_lazy(lazy, level)
         seen = [tmp_path / "stock.jsonl", tmp_path / "lazy.jsonl"]
         results = [
-            run_job(RecipeJob(recipe=recipe), environment={"WITNESS": str(path)}, timeout=200)
+            run_job(RecipeJob(recipe=recipe), environment={"WITNESS": str(path)}, timeout=300)
             for recipe, path in zip((stock, lazy), seen, strict=True)
         ]
         types = [
