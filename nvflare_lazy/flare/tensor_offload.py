@@ -23,6 +23,7 @@ from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from nvflare.apis.utils.analytix_utils import create_analytic_dxo, send_analytic_dxo
 from nvflare.app_common.app_constant import AlgorithmConstants, AppConstants
 from nvflare.app_common.app_event_type import AppEventType
+from nvflare.app_common.ccwf.client_ctl import ClientSideController
 
 from nvflare_lazy._text import format_size, logs_printably, parse_size, quoted
 from nvflare_lazy.aggregation import ParamsType
@@ -502,13 +503,17 @@ def _write_back(dxo: DXO, result: AcceptedResult, reference: Mapping[str, Any]) 
 
 
 def _purpose_of(fl_ctx: FLContext) -> Purpose:
-    """Return what this job process does: a client trains, or forwards to the external processes in which it trains."""
+    """Return what this job process does.
+
+    A client trains, or forwards to the external processes in which it trains; in swarm learning, it then aggregates as
+    a server does.
+    """
     router = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "task_router", None)
     executors = getattr(router, "task_table", {}).values()
-    modes = {getattr(executor, "execution_mode", _IN_PROCESS) for executor in executors}
-    if not modes:
-        return "stream"
-    return "train" if _IN_PROCESS in modes else "forward"
+    trainers = [executor for executor in executors if not isinstance(executor, ClientSideController)]
+    if any(getattr(executor, "execution_mode", _IN_PROCESS) == _IN_PROCESS for executor in trainers):
+        return "train"
+    return "forward" if executors and len(trainers) == len(executors) else "stream"
 
 
 def _records_path(fl_ctx: FLContext) -> Path | None:

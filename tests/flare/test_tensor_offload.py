@@ -163,15 +163,24 @@ def test_what_is_wrong_in_a_configuration_is_said_at_once(arguments):
         (["external_process"], "forward"),
         (["external_process", "attach"], "forward"),
         (["external_process", None], "train"),
+        (["external_process", "swarm"], "stream"),
+        (["in_process", "swarm"], "train"),
         ([], "stream"),
     ],
 )
 def test_the_c_library_is_tuned_for_what_a_process_does(fl_ctx, tmp_path, monkeypatch, modes, purpose):
-    """A client forwards if all trainers are external; otherwise it trains, which the settings must not slow."""
+    """A client forwards if all trainers are external, unless it may aggregate; otherwise it trains, which the settings
+    must not slow."""
     router = TaskRouter()
     for number, mode in enumerate(modes):
         command = {"command": "python train.py"} if mode == "external_process" else {}
-        executor = FLComponent() if mode is None else ClientAPIExecutor(mode, attach_id=_attach(mode), **command)
+        script = {"task_script_path": "train.py"} if mode == "in_process" else {}
+        if mode is None:
+            executor = FLComponent()
+        elif mode == "swarm":
+            executor = SwarmClientController()
+        else:
+            executor = ClientAPIExecutor(mode, attach_id=_attach(mode), **command, **script)
         router.add_executor([f"task{number}"], executor)
     fl_ctx.set_prop(FLContextKey.RUNNER, SimpleNamespace(task_router=router))
     component = TensorOffload(str(tmp_path / "root"))
