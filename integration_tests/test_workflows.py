@@ -135,6 +135,12 @@ def test_cyclic_training_and_cross_site_evaluation(stock_and_lazy, net, level):
         site: sorted(evaluated.values(), key=str) for site, evaluated in expected.items()
     }
     assert found["site-1"].keys() >= {"site-1", "site-2"}
+    # The evaluation has no records.
+    assert [(part["round"], part["client"]) for part in records(lazy, "contribution")] == BOTH_ROUNDS
+    assert [(part["round"], part["aggregated"], part["skipped"]) for part in records(lazy, "round")] == [
+        (number, [], {}) for number in range(2)
+    ]
+    assert "Round None" not in lazy.server_log
 
 
 @pytest.mark.slow
