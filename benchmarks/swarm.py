@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import sys
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("build/bench/swarm.md"))
     options = parser.parse_args()
+    load = os.getloadavg()[0]
     runs: dict[tuple[bool, str], list[Numbers]] = defaultdict(list)
     for _ in range(options.repeats):
         for external in (False, True):
@@ -119,6 +121,7 @@ def main() -> None:
         f"`{' '.join(['python -m benchmarks.swarm', *sys.argv[1:]])}`",
         "",
         *(f"- {name}: {text}" for name, text in describe_machine().items()),
+        f"- load: {load:.1f} at the start and {os.getloadavg()[0]:.1f} at the end (processes that run or wait)",
         "",
         *wrap(
             f"A model of {options.mib:g} MiB, {options.clients} clients, {options.rounds} rounds in the simulator. "
