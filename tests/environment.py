@@ -49,5 +49,11 @@ def run_tests(python: Path, *arguments: str | Path) -> None:
             [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
             check=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": temporary},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "TMPDIR": temporary,
+                # Only the environment of these tests has the commands of the packages.
+                "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            },
         )

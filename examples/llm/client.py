@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every site runs, in a process of its own: fine-tunes the whole decoder, or only adapters beside it."""
+"""The training script of a site: fine-tunes the whole model, or an adapter, with transformers' Trainer."""
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 
-import nvflare.client as flare
+import nvflare.client.hf as flare
 import torch
-from corpus import text
-from lora import adapt, adapters
-from model import Decoder
+from corpus import token_rows
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import nvflare_lazy
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--size")
-    parser.add_argument("--base", help="the checkpoint that adapters are trained beside")
-    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--base")
+    parser.add_argument("--adapter")
     parser.add_argument("--stock", action="store_true")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch", type=int)
@@ -27,42 +27,39 @@ def main() -> None:
     # The sites share this machine.
     torch.set_num_threads(1)
     if not options.stock:
-        # Before `init`: tensors come and go in pieces, and those that come are on disk.
+        # Before `init`: from here on this process receives the global model on disk.
         nvflare_lazy.install()
     flare.init()
     site = int(flare.get_site_name().rsplit("-", 1)[-1])
 
-    model = Decoder(options.size)
-    if options.lora:
-        model.load_state_dict(nvflare_lazy.open(options.base))
-        adapt(model)
-    learned = [weight for weight in model.parameters() if weight.requires_grad]
-    while flare.is_running():
-        received = flare.receive()
-        if received is None:
-            break
-        # One tensor after the other: there is no second model in memory.
-        model.load_state_dict(received.params, strict=not options.lora)
-        seed = 100 * received.current_round + site
-        del received
-        data = text([site], options.steps * options.batch, options.length, seed)
-        optimizer = torch.optim.AdamW(learned, lr=3e-3 if options.lora else 1e-3)
-        for batch in data.split(options.batch):
-            optimizer.zero_grad()
-            loss = model.loss(batch)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(learned, 1.0)
-            optimizer.step()
-        # Moments and gradients are as large as the model, and not needed while it is sent.
-        del optimizer
-        model.zero_grad()
-        flare.send(
-            flare.FLModel(
-                params=adapters(model) if options.lora else model.state_dict(),
-                metrics={"loss": loss.item()},
-                meta={"NUM_STEPS_CURRENT_ROUND": options.steps},
-            )
+    tokenizer = AutoTokenizer.from_pretrained(options.base)
+    model = AutoModelForCausalLM.from_pretrained(options.base, dtype="auto")
+    if options.adapter:
+        model = PeftModel.from_pretrained(model, options.adapter, is_trainable=True)
+    rows = token_rows(tokenizer, [site], options.steps * options.batch, options.length, seed=site)
+    held_out = token_rows(tokenizer, [site], options.batch, options.length, seed=100 + site)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = Trainer(
+            model,
+            TrainingArguments(
+                directory,
+                per_device_train_batch_size=options.batch,
+                learning_rate=1e-2 if options.adapter else 1e-3,
+                lr_scheduler_type="constant",
+                logging_steps=options.steps,
+                # A checkpoint of the Trainer is the model and two moments: three times its size for each site.
+                save_strategy="no",
+                use_cpu=True,
+                disable_tqdm=True,
+                report_to=[],
+            ),
+            train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+            eval_dataset=[{"input_ids": row, "labels": row} for row in held_out],
         )
+        flare.patch(trainer, local_steps=options.steps, restore_state=False)
+        while flare.is_running():
+            trainer.evaluate()  # the loss of the global model selects the best one
+            trainer.train()
 
 
 if __name__ == "__main__":

@@ -1,24 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text with something to learn in it, made here: nothing to download, and the same text on every machine."""
+"""Sentences to learn and a tokenizer for them, made here: nothing to download, and the same on every machine."""
 
 from __future__ import annotations
 
 import random
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
-WHO = {
+# Number 0 is known before the job; the others are the sites.
+SUBJECTS = {
+    0: ["she", "he", "the child", "my friend"],
     1: ["the cat", "a dog", "one crow", "the old horse"],
     2: ["the pilot", "a nurse", "one farmer", "the young king"],
 }
-DOES = ["sees", "follows", "finds", "remembers"]
-WHAT = ["the river", "a red stone", "the way home", "an open door", "some bread", "the moon"]
+VERBS = ["sees", "follows", "finds", "remembers"]
+OBJECTS = ["the river", "a red stone", "the way home", "an open door", "some bread", "the moon"]
 
 
-def text(sites: list[int], sequences: int, length: int, seed: int) -> torch.Tensor:
-    """Return text as tokens, one for each character, in rows of `length`."""
+def sentences(sites: list[int], count: int, seed: int) -> str:
+    """Return sentences about the subjects of some sites."""
     choice = random.Random(seed).choice
-    characters = ""
-    while len(characters) < sequences * length:
-        characters += f"{choice(WHO[choice(sites)])} {choice(DOES)} {choice(WHAT)}. "
-    return torch.tensor([*characters.encode()][: sequences * length]).reshape(sequences, length)
+    return "".join(f" {choice(SUBJECTS[choice(sites)])} {choice(VERBS)} {choice(OBJECTS)}." for _ in range(count))
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Train a tokenizer on sentences of all subjects."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=128, special_tokens=["<end>"], show_progress=False)
+    tokenizer.train_from_iterator([sentences([*SUBJECTS], 1000, seed=0)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+
+
+def token_rows(tokenizer: PreTrainedTokenizerFast, sites: list[int], rows: int, length: int, seed: int) -> torch.Tensor:
+    """Return sentences as tokens, in rows of equal length."""
+    tokens = tokenizer(sentences(sites, rows * length, seed), return_tensors="pt")["input_ids"][0]
+    return tokens[: rows * length].reshape(rows, length)

@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites fine-tune a decoder in bfloat16, the whole of it or adapters beside it, each in a process of its own."""
+"""Sites fine-tune a Hugging Face model, all of its weights or a LoRA adapter; the result is loaded and writes text."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+missing = [name for name in ("transformers", "accelerate", "peft") if find_spec(name) is None]
+if missing:
+    raise SystemExit(f"this example needs {', '.join(missing)}; install them with: pip install -e '.[hf]'")
+
 import torch
-from corpus import text
-from lora import adapt, adapters
-from model import SIZES, Decoder
+from corpus import token_rows
 from nvflare.app_opt.pt.recipes import FedAvgRecipe as StockFedAvgRecipe
 from nvflare.client.config import ExchangeFormat
-from nvflare.recipe.poc_env import PocEnv
-from nvflare.recipe.sim_env import SimEnv
+from nvflare.recipe import PocEnv, SimEnv
+from peft import PeftModel
+from start import SIZES, make_adapter, make_base
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 import nvflare_lazy
 from benchmarks.fl_job import MIB, Sampler
@@ -26,28 +32,24 @@ from nvflare_lazy.recipes import FedAvgRecipe
 
 HERE = Path(__file__).parent
 SITES = 2
-# Steps a round, texts a step, characters a text: what a core does in less than half a minute.
-TRAINING = {"tiny": (20, 8, 128), "360m": (4, 2, 64)}
+# Steps of a round, rows of a step, tokens of a row: half a minute for a core.
+TRAINING = {"tiny": (30, 8, 64), "360m": (4, 2, 64)}
 
 
 def main() -> int:
     options = arguments()
+    disable_progress_bar()
     workspace = options.workspace
     checkpoints = workspace / "checkpoints"
-    # Otherwise the job would go on where the last one ended.
+    # Otherwise the job would resume where the last one ended.
     shutil.rmtree(checkpoints, ignore_errors=True)
-    workspace.mkdir(parents=True, exist_ok=True)
-
-    model = Decoder(options.size)
-    base = options.base or nvflare_lazy.save(model.state_dict(), workspace / "base.safetensors")
-    model.load_state_dict(nvflare_lazy.open(base))
+    base = options.base or workspace / "base"
+    if options.base is None:
+        make_base(options.size, base)
     start = base
     if options.lora:
-        adapt(model)
-        start = nvflare_lazy.save(adapters(model), workspace / "adapters.safetensors")
-    weights = nvflare_lazy.open(start)
-    size = sum(weight.nbytes for weight in weights.values())
-    loss_before = held_out_loss(model, options.size)
+        start = workspace / "adapter"
+        make_adapter(base, start)
 
     recipe = recipe_for(options, base, start, checkpoints)
     if options.env == "poc":
@@ -55,44 +57,47 @@ def main() -> int:
         mark, root = env.poc_workspace, 1
     else:
         env = SimEnv(num_clients=SITES, workspace_root=str(workspace))
-        mark, root = "simulator.simulator", os.getpid()
-    with Sampler(lambda: servers(root, mark)) as watched:
+        mark, root = "simulator.simulator ", os.getpid()
+    with Sampler(lambda: roles(root, mark)) as watched:
         run = recipe.execute(env)
         result = run.get_result(clean_up=False)
     if run.get_status() not in (None, "FINISHED:COMPLETED"):
         print(f"the job ended with {run.get_status()}; its logs are in {result}")
         return 1
-    if options.stock:
-        trained = nvflare_lazy.open(
-            workspace / "llm" / "server" / "simulate_job" / "app_server" / "FL_global_model.pt", section="model"
-        )
-    else:
-        trained = nvflare_lazy.open(checkpoints / "FL_global_model.safetensors")
-    model.load_state_dict(trained, strict=not options.lora)
-    loss_after = held_out_loss(model, options.size)
 
-    what = "adapters (LoRA)" if options.lora else "all weights"
-    count = sum(weight.numel() for weight in weights.values())
-    print(f"\n{options.size}, {what}: {count:,} in bfloat16, {size / MIB:.1f} MiB")
-    print(f"held-out loss: {loss_before:.2f} before, {loss_after:.2f} after {options.rounds} rounds of {SITES} sites")
-    peak = max(sample.anon for sample in watched.samples)
-    print(f"server memory at most: {peak / MIB:.0f} MiB")
     if options.stock:
-        return 0
-    contributions = on_disk(Path(result))
-    print(f"results received on disk: {sum(contributions)} of {len(contributions)}")
-    print(f"the result is {checkpoints / 'FL_global_model.safetensors'}")
-    return 0 if loss_after < loss_before - 0.3 and sum(contributions) == SITES * options.rounds else 1
+        models = [start, exported(Path(result), base, workspace / "exported")]
+    else:
+        # `from_pretrained` loads the model of each round.
+        models = [start, *sorted((checkpoints / "rounds").iterdir())]
+    losses = [held_out_loss(path, base, options.size) for path in models]
+    weights = nvflare_lazy.open(start)
+    size = sum(weight.nbytes for weight in weights.values())
+    what = "LoRA adapter" if options.lora else "all weights"
+    print(f"\n{options.size}, {what}: {sum(weight.numel() for weight in weights.values()):,} numbers, {size / MIB:.1f} MiB")
+    print(f"held-out loss: {' -> '.join(f'{loss:.2f}' for loss in losses)}")
+    for role in ("server", "trainer"):
+        peak = max(sample.anon for sample in watched.samples if sample.role.startswith(role))
+        print(f"peak memory of {'the server' if role == 'server' else 'a trainer'}: {peak / MIB:.0f} MiB")
+    print(f"before: {written_text(start, base)}")
+    print(f"after: {written_text(models[-1], base)}")
+    if find_spec("matplotlib"):
+        from picture import draw
+
+        draw(watched.samples, losses, f"{options.size}, {what}", workspace / "llm.png")
+        print(f"the chart is {workspace / 'llm.png'}")
+    print(f"the result is {models[-1] if options.stock else checkpoints}")
+    return 0 if losses[-1] < losses[0] - 0.3 else 1
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--lora", action="store_true", help="train adapters and exchange only them")
-    parser.add_argument("--base", type=Path, help="a checkpoint of this size to begin with; untrained if not given")
+    parser.add_argument("--lora", action="store_true", help="train an adapter, and exchange nothing else")
+    parser.add_argument("--base", type=Path, help="start with this Hugging Face directory instead of a new model")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--env", choices=("sim", "poc"), default="sim", help="simulator, or a server and sites")
-    parser.add_argument("--stock", action="store_true", help="NVFlare's own recipe, to compare")
+    parser.add_argument("--stock", action="store_true", help="use NVFlare's own recipe, to compare")
     parser.add_argument("--workspace", type=Path, default=Path("/tmp/nvflare/simulation"))
     options = parser.parse_args()
     if options.stock and (options.lora or options.env == "poc"):
@@ -103,7 +108,7 @@ def arguments() -> argparse.Namespace:
 def recipe_for(options: argparse.Namespace, base: Path, start: Path, checkpoints: Path) -> StockFedAvgRecipe:
     """Return the job with our recipe, or with NVFlare's."""
     steps, batch, length = TRAINING[options.size]
-    script_args = f"--size {options.size} --base {base} --steps {steps} --batch {batch} --length {length}"
+    arguments = f"--base {base} --steps {steps} --batch {batch} --length {length}"
     common = {
         "name": "llm",
         "min_clients": SITES,
@@ -111,41 +116,67 @@ def recipe_for(options: argparse.Namespace, base: Path, start: Path, checkpoints
         "train_script": str(HERE / "client.py"),
         "launch_external_process": True,
         "command": f"{sys.executable} -u",
-        "key_metric": "loss",
+        "key_metric": "eval_loss",
         "key_metric_mode": "min",
     }
     if options.stock:
-        return StockFedAvgRecipe(
-            model={"class_path": "model.Decoder", "args": {"size": options.size}},
-            initial_ckpt=str(start),
+        recipe = StockFedAvgRecipe(
+            model={"class_path": "start.stock_model", "args": {"path": str(base)}},
             server_expected_format=ExchangeFormat.PYTORCH,
-            train_args=f"{script_args} --stock",
+            train_args=f"{arguments} --stock",
             **common,
         )
+        recipe.add_server_file(str(HERE / "start.py"))
+        return recipe
     return FedAvgRecipe(
         checkpoint=str(start),
         checkpoint_dir=str(checkpoints),
-        train_args=f"{script_args} --lora" if options.lora else script_args,
+        keep_rounds=options.rounds,
+        train_args=f"{arguments} --adapter {start}" if options.lora else arguments,
         **common,
     )
 
 
+def load(path: Path, base: Path) -> torch.nn.Module:
+    """Load a model, or an adapter and its base."""
+    if not (path / "adapter_config.json").exists():
+        return AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), path)
+
+
 @torch.no_grad()
-def held_out_loss(model: Decoder, size: str) -> float:
-    """Return the loss on text that no site has."""
-    return model.loss(text([1, 2], 4, TRAINING[size][2], seed=0)).item()
+def held_out_loss(path: Path, base: Path, size: str) -> float:
+    """Return the loss for sentences of both sites that no site has."""
+    rows = token_rows(AutoTokenizer.from_pretrained(base), [1, 2], 8, TRAINING[size][2], seed=-1)
+    return load(path, base)(input_ids=rows, labels=rows).loss.item()
 
 
-def servers(root: int, mark: str) -> dict[int, str]:
-    """Find the process that runs the job's server, below a process and with a mark in its command."""
-    kinds = ("simulator.simulator", "runner_process")
-    return {pid: "server" for pid, command in descendants(root) if mark in command and any(k in command for k in kinds)}
+def written_text(path: Path, base: Path) -> str:
+    """Return text that the model writes."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    torch.manual_seed(0)
+    prompt = tokenizer(" the", return_tensors="pt")
+    tokens = load(path, base).generate(**prompt, do_sample=True, top_k=20, min_new_tokens=30, max_new_tokens=30)
+    return tokenizer.decode(tokens[0]).strip()
 
 
-def on_disk(run: Path) -> list[bool]:
-    """Say of each result the server received whether it was on disk."""
-    records = [json.loads(line) for path in run.rglob("nvflare_lazy.jsonl") for line in path.read_text().splitlines()]
-    return [record["on_disk"] for record in records if record["kind"] == "contribution"]
+def exported(result: Path, base: Path, out: Path) -> Path:
+    """Write the result of NVFlare's own recipe as a Hugging Face directory."""
+    [model] = result.rglob("FL_global_model.pt")
+    command = [sys.executable, "-m", "nvflare_lazy.cli", "export", model, "--base", base, "-o", out, "--force"]
+    subprocess.run(command, check=True)
+    return out
+
+
+def roles(root: int, mark: str) -> dict[int, str]:
+    """Find the processes of the server job and of the trainers, below a process and with a mark in their command."""
+    found = {}
+    for pid, command in descendants(root):
+        if "client.py" in command and "--base" in command:
+            found[pid] = "trainer"
+        elif mark in command and ("simulator.simulator" in command or "runner_process" in command):
+            found[pid] = "server"
+    return found
 
 
 if __name__ == "__main__":

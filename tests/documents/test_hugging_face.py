@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The how-to for Hugging Face models is carried out where transformers and PEFT are: see `test_matrix.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.documents.session import run_document
+from tests.documents.test_documents import HUGGING_FACE
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("disposable_temporary_directory")
+def test_document(tmp_path):
+    """Every code block runs and prints what the document says."""
+    run_document(HUGGING_FACE, tmp_path)
