@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from nvflare.app_opt.pt.recipes import FedAvgRecipe as StockFedAvgRecipe
 from nvflare.client.config import ExchangeFormat
 from nvflare.recipe import SimEnv
 from safetensors.torch import load_file
 
 import nvflare_lazy
-from nvflare_lazy.recipes import FedAvgRecipe, SwarmLearningRecipe
+from nvflare_lazy.recipes import FedAvgRecipe, SwarmLearningRecipe, make_lazy
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -32,6 +34,7 @@ pytestmark = [
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 TRAIN = Path(__file__).parent / "hugging_face" / "train.py"
+WRAPPERS = TRAIN.with_name("wrappers.py")
 TOKENS = torch.arange(12).reshape(2, 6)
 
 
@@ -54,18 +57,31 @@ def base(tmp_path) -> Path:
 
 
 @pytest.fixture
+def adapter(tmp_path, base) -> Path:
+    """An adapter whose matrices are not zero."""
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, base_model_name_or_path=str(base)
+    )
+    torch.manual_seed(2)
+    peft.get_peft_model(loaded(base), config).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs two rounds of a job and returns the directory of its checkpoints."""
     monkeypatch.setenv("NVFLARE_LAZY_SCRATCH", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir(mode=0o700)
-    # NVFlare finds the script of an external trainer only outside of packages that are on the path.
-    script = shutil.copy(TRAIN, tmp_path)
+    # NVFlare finds these files only outside of packages that are on the path.
+    script, wrappers = (shutil.copy(path, tmp_path) for path in (TRAIN, WRAPPERS))
 
-    def run(checkpoint: Path, arguments: str, **options: object) -> Path:
-        recipe = FedAvgRecipe(
+    def run(checkpoint: Path | None, arguments: str, *, stock_recipe: bool = False, **options: object) -> Path:
+        if checkpoint is not None:
+            options["checkpoint"] = str(checkpoint)
+        if not stock_recipe:
+            options["checkpoint_dir"] = str(tmp_path / "checkpoints")
+        recipe = (StockFedAvgRecipe if stock_recipe else FedAvgRecipe)(
             name="hf",
-            checkpoint=str(checkpoint),
-            checkpoint_dir=str(tmp_path / "checkpoints"),
             min_clients=2,
             num_rounds=2,
             train_script=script,
@@ -74,6 +90,10 @@ def run(tmp_path, monkeypatch):
             server_expected_format=ExchangeFormat.PYTORCH,
             **options,
         )
+        if stock_recipe:
+            make_lazy(recipe, checkpoint_dir=str(tmp_path / "checkpoints"))
+        if "model" in options:
+            recipe.add_server_file(wrappers)
         recipe.execute(SimEnv(num_clients=2, workspace_root=str(tmp_path / "workspace")))
         return tmp_path / "checkpoints"
 
@@ -106,6 +126,21 @@ def check_everywhere(result: Path, base: Path, *, has_names_of_model: bool = Tru
     found = {name: tensor for path in result.glob("*.safetensors") for name, tensor in load_file(path).items()}
     assert found.keys() == stored.keys()
     assert all(torch.equal(tensor, stored[name].materialize()) for name, tensor in found.items())
+
+
+def check_adapter(result: Path, adapter: Path, base: Path) -> None:
+    """Check that PEFT loads an adapter that has an effect, and the same one as another adapter."""
+    model = peft.PeftModel.from_pretrained(loaded(base), result)
+    before = peft.PeftModel.from_pretrained(loaded(base), adapter)
+    assert not torch.equal(logits(model), logits(loaded(base)))
+    assert torch.equal(logits(model), logits(before))
+
+
+def exported(result: Path, base: Path) -> Path:
+    """Export the result of a job that did not start from a directory."""
+    command = [sys.executable, "-m", "nvflare_lazy.cli", "export", result / "FL_global_model.safetensors"]
+    subprocess.run([*command, "--base", base, "-o", result / "exported"], check=True)
+    return result / "exported"
 
 
 @pytest.mark.parametrize(
@@ -141,20 +176,10 @@ def test_a_model_whose_tensors_are_renamed(run, tmp_path, tied):
 
 
 @pytest.mark.parametrize("prefix", [None, "model."])
-def test_an_adapter_is_the_same_after_rounds_without_training(run, base, tmp_path, prefix):
+def test_an_adapter_is_the_same_after_rounds_without_training(run, base, adapter, prefix):
     """PEFT loads every matrix of it, also if the client puts a prefix before the names."""
-    config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, base_model_name_or_path=str(base)
-    )
-    torch.manual_seed(2)
-    adapter = tmp_path / "adapter"
-    peft.get_peft_model(loaded(base), config).save_pretrained(adapter)
     arguments = f"--base {base} --adapter {adapter}" + (f" --prefix {prefix}" if prefix else "")
-    result = run(adapter, arguments)
-    model = peft.PeftModel.from_pretrained(loaded(base), result)
-    before = peft.PeftModel.from_pretrained(loaded(base), adapter)
-    assert not torch.equal(logits(model), logits(loaded(base)))
-    assert torch.equal(logits(model), logits(before))
+    check_adapter(run(adapter, arguments), adapter, base)
 
 
 def test_training_changes_the_result(run, base):
@@ -180,3 +205,22 @@ def test_swarm_learning_from_a_tied_directory(base, tmp_path, monkeypatch):
         result = tmp_path / "workspace" / "swarm" / site / "simulate_job" / f"app_{site}"
         assert torch.equal(logits(loaded(result)), logits(loaded(base)))
         assert nvflare_lazy.open(result).keys() == nvflare_lazy.open(base).keys()
+
+
+@pytest.mark.parametrize(("external", "stock_recipe"), [(False, False), (True, False), (True, True)])
+def test_a_job_from_a_class_that_wraps_a_tied_model(run, base, external, stock_recipe):
+    """As in NVFlare's example llm_hf, with our recipe or `make_lazy`: `export` finds the prefix of the wrapper."""
+    model = {"class_path": "wrappers.WholeModel", "args": {"base": str(base)}}
+    arguments = f"--base {base} --prefix model."
+    result = run(None, arguments, stock_recipe=stock_recipe, model=model, launch_external_process=external)
+    check_everywhere(exported(result, base), base)
+
+
+@pytest.mark.parametrize(("external", "prefix"), [(False, "model."), (True, "")])
+def test_a_job_from_a_class_that_wraps_an_adapter(run, base, adapter, external, prefix):
+    """As in NVFlare's examples llm_hf and hello-huggingface: with and without a prefix."""
+    args = {"base": str(base), "adapter": str(adapter), "prefix": prefix}
+    arguments = f"--base {base} --adapter {adapter}" + (f" --prefix {prefix}" if prefix else "")
+    model = {"class_path": "wrappers.AdapterModel", "args": args}
+    result = run(None, arguments, model=model, launch_external_process=external)
+    check_adapter(exported(result, adapter), adapter, base)

@@ -27,7 +27,7 @@ def main() -> None:
     # The sites share this machine.
     torch.set_num_threads(1)
     if not options.stock:
-        # Before `init`: from here on this process receives the global model on disk.
+        # Before `init`, so that this process receives the global model on disk.
         nvflare_lazy.install()
     flare.init()
     site = int(flare.get_site_name().rsplit("-", 1)[-1])

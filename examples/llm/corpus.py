@@ -6,8 +6,16 @@ from __future__ import annotations
 import random
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+
+try:
+    import accelerate  # noqa: F401 (the Trainer imports it late)
+    import peft  # noqa: F401 (the same message for all three)
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+except ImportError as error:
+    raise SystemExit(
+        f"this example needs transformers, accelerate and peft ({error}); install them with: pip install -e '.[hf]'"
+    ) from error
 
 # Number 0 is known before the job; the others are the sites.
 SUBJECTS = {

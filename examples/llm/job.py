@@ -11,10 +11,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-missing = [name for name in ("transformers", "accelerate", "peft") if find_spec(name) is None]
-if missing:
-    raise SystemExit(f"this example needs {', '.join(missing)}; install them with: pip install -e '.[hf]'")
-
 import torch
 from corpus import token_rows
 from nvflare.app_opt.pt.recipes import FedAvgRecipe as StockFedAvgRecipe
@@ -74,7 +70,8 @@ def main() -> int:
     weights = nvflare_lazy.open(start)
     size = sum(weight.nbytes for weight in weights.values())
     what = "LoRA adapter" if options.lora else "all weights"
-    print(f"\n{options.size}, {what}: {sum(weight.numel() for weight in weights.values()):,} numbers, {size / MIB:.1f} MiB")
+    count = sum(weight.numel() for weight in weights.values())
+    print(f"\n{options.size}, {what}: {count:,} numbers, {size / MIB:.1f} MiB")
     print(f"held-out loss: {' -> '.join(f'{loss:.2f}' for loss in losses)}")
     for role in ("server", "trainer"):
         peak = max(sample.anon for sample in watched.samples if sample.role.startswith(role))
@@ -146,22 +143,22 @@ def load(path: Path, base: Path) -> torch.nn.Module:
 
 @torch.no_grad()
 def held_out_loss(path: Path, base: Path, size: str) -> float:
-    """Return the loss for sentences of both sites that no site has."""
+    """Return the loss for new sentences about the subjects of both sites."""
     rows = token_rows(AutoTokenizer.from_pretrained(base), [1, 2], 8, TRAINING[size][2], seed=-1)
     return load(path, base)(input_ids=rows, labels=rows).loss.item()
 
 
 def written_text(path: Path, base: Path) -> str:
-    """Return text that the model writes."""
+    """Let the model continue a sentence, and return its text."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     torch.manual_seed(0)
-    prompt = tokenizer(" the", return_tensors="pt")
-    tokens = load(path, base).generate(**prompt, do_sample=True, top_k=20, min_new_tokens=30, max_new_tokens=30)
-    return tokenizer.decode(tokens[0]).strip()
+    prompt = tokenizer(" she sees the moon.", return_tensors="pt")["input_ids"]
+    tokens = load(path, base).generate(prompt, do_sample=True, top_k=5, min_new_tokens=40, max_new_tokens=40)
+    return tokenizer.decode(tokens[0, prompt.shape[1] :]).strip()
 
 
 def exported(result: Path, base: Path, out: Path) -> Path:
-    """Write the result of NVFlare's own recipe as a Hugging Face directory."""
+    """Write the result of the stock recipe as a Hugging Face directory."""
     [model] = result.rglob("FL_global_model.pt")
     command = [sys.executable, "-m", "nvflare_lazy.cli", "export", model, "--base", base, "-o", out, "--force"]
     subprocess.run(command, check=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The how-to for Hugging Face models is carried out where transformers and PEFT are: see `test_matrix.py`."""
+"""Run the how-to for Hugging Face models. `test_matrix.py` does so where transformers and PEFT are installed."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ pytest.importorskip("peft")
 @pytest.mark.slow
 @pytest.mark.usefixtures("disposable_temporary_directory")
 def test_document(tmp_path):
-    """Every code block runs and prints what the document says."""
+    """Every code block runs and prints the output in the document."""
     run_document(HUGGING_FACE, tmp_path)

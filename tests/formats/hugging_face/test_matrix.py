@@ -12,6 +12,8 @@ from tests.environment import ROOT, make_environment, run_slow_tests
 LIBRARIES = Path(__file__).with_name("test_libraries.py")
 NAMES = ROOT / "tests" / "flare" / "test_model_names.py"
 JOBS = ROOT / "integration_tests" / "test_hugging_face.py"
+EXAMPLE = ROOT / "integration_tests" / "test_llm_example.py"
+HOW_TO = ROOT / "tests" / "documents" / "test_hugging_face.py"
 #: What transformers 4 requires in other versions.
 UNPINNED = "transformers|tokenizers|huggingface_hub"
 
@@ -22,4 +24,4 @@ def test_libraries(tmp_path, transformers):
     """All tests pass with the newest libraries and with the last transformers 4."""
     unpinned = "" if transformers == "transformers" else UNPINNED
     python = make_environment(tmp_path / "environment", transformers, "accelerate", "peft", unpinned=unpinned)
-    run_slow_tests(python, LIBRARIES, NAMES, JOBS)
+    run_slow_tests(python, LIBRARIES, NAMES, JOBS, EXAMPLE, HOW_TO)
