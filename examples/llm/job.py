@@ -35,11 +35,11 @@ TRAINING = {"tiny": (30, 8, 64), "360m": (4, 2, 64)}
 def main() -> int:
     options = arguments()
     disable_progress_bar()
-    workspace = options.workspace
+    workspace = options.workspace.resolve()
     checkpoints = workspace / "checkpoints"
     # Otherwise the job would resume where the last one ended.
     shutil.rmtree(checkpoints, ignore_errors=True)
-    base = options.base or workspace / "base"
+    base = (options.base or workspace / "base").resolve()
     if options.base is None:
         make_base(options.size, base)
     start = base
