@@ -273,7 +273,7 @@ class _Side:
         for part in self._parts():
             why = _NO_COUNTERPART.get(self.config.nvflare_class(part))
             if why is not None and reason in (None, why):
-                advice = "nvflare-lazy cannot be used with it" if why == _ENCRYPTED else "use level 1"
+                advice = "leave the job as it is" if why == _ENCRYPTED else "use level 1"
                 raise self._error(part, f"has no counterpart: {why}; {advice}")
 
     def replace(self) -> None:
