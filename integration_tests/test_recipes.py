@@ -85,10 +85,11 @@ def test_a_robust_rule_stands_a_client_that_the_mean_does_not(run, net):
 
 
 @pytest.mark.slow
-def test_fedopt_learns_and_keeps_its_state_on_disk(run, net):
+def test_fedopt_learns_and_keeps_its_state_on_disk(run, net, tmp_path):
     """SGD with momentum and a schedule on the server; statistics of the normalization are averaged."""
     recipe = FedOptRecipe(
         name="opt",
+        checkpoint_dir=str(tmp_path / "checkpoints"),
         model=net.Net(16),
         min_clients=2,
         optimizer_args={"path": "torch.optim.SGD", "args": {"lr": 1.0, "momentum": 0.3}},
@@ -98,9 +99,9 @@ def test_fedopt_learns_and_keeps_its_state_on_disk(run, net):
         },
         **ARGUMENTS,
     )
-    app = run(recipe)
-    assert accuracy(net, app / "FL_global_model.safetensors") > 0.9
-    assert list((app / "optimizer").iterdir())
+    run(recipe)
+    assert accuracy(net, tmp_path / "checkpoints" / "FL_global_model.safetensors") > 0.9
+    assert list((tmp_path / "checkpoints" / "optimizer").iterdir())
 
 
 @pytest.mark.slow
