@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from nvflare_lazy.transport import malloc_tuning as malloc_tuning
@@ -89,3 +93,30 @@ def test_settings(process, monkeypatch):
     memory.trim_excess()
     memory.trim_idle()
     assert process.told == [malloc_tuning._STRICT_SETTINGS, malloc_tuning._SETTINGS["stream"]] * 2
+
+
+TRAINING = """
+import resource, sys, torch
+from nvflare_lazy.transport.malloc_tuning import tune_malloc
+for purpose in sys.argv[1:]:
+    tune_malloc(purpose)
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(64, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 64))
+batch = torch.randn(1024, 64)
+for step in range(6):
+    if step == 3:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    model(batch).square().mean().backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_training():
+    """A training step with activations of 8 MiB does not fault in more memory than without settings; a server does."""
+    faults = {}
+    for purposes in ((), ("stream", "train"), ("stream",)):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-c", TRAINING, *purposes]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        faults[purposes] = int(done.stdout)
+    assert faults["stream", "train"] <= 1.1 * faults[()] < faults["stream",]
