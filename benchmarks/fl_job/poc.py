@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -223,6 +224,8 @@ def _wait(
     timeout: float,
     during: Callable[[Deployment, str], None] | None,
 ) -> str:
+    from nvflare.fuel.flare_api.api_spec import NoConnection
+
     deadline = time.time() + timeout
     asked = 0.0
     status = ""
@@ -233,6 +236,9 @@ def _wait(
         if during is not None:
             during(deployment, job_id)
         if time.time() - asked > 1:
-            status, asked = str(session.get_job_status(job_id)), time.time()  # type: ignore[attr-defined]
+            # A busy server may not answer in time.
+            with suppress(NoConnection):
+                status = str(session.get_job_status(job_id))  # type: ignore[attr-defined]
+            asked = time.time()
         time.sleep(0.05)
     return status
