@@ -126,6 +126,8 @@ def main() -> int:
         rounds=2,
         external=True,
         trainer=Path(__file__).parent / "fl_job" / "streaming_trainer.py",
+        # On a busy machine, a trainer that reads and writes gigabytes is late with its heartbeats.
+        executor={"heartbeat_timeout": 600.0},
         persistor={"checkpoint_dir": str(directory / "checkpoints"), "keep_rounds": 1},
     )
     for name, text in describe_machine().items():
