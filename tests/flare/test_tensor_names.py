@@ -223,6 +223,7 @@ def test_checkpoints_are_complete_directories(begin, qwen, fl_ctx, tmp_path, res
         assert opened.open().metadata["format"] == "pt"
         assert nvflare_lazy.open(directory).keys() == MODEL.keys()
         assert (directory / "model.safetensors.index.json").exists()
+        assert (directory / "config.json").samefile(last / "config.json")
     # Nothing is copied, and the aggregate is sent again from the files that aggregation wrote.
     written = {Path(value.source.file_range()[0].path) for value in weights(fl_ctx).values()}
     assert {path.parent.parent.name for path in written} == {".incoming"}

@@ -68,10 +68,9 @@ _OTHERS = _Ties(
 
 def is_plain_decoder(config: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> bool:
     """Whether `tied_names()` is certainly complete, because the model is a frequent one of the usual form."""
-    architectures = config.get("architectures")
-    kind = config.get("model_type")
-    is_decoder = isinstance(architectures, list) and str(architectures[:1])[2:-2].endswith(("ForCausalLM", "HeadModel"))
-    return is_decoder and kind in _PLAIN_DECODERS and all(name.startswith(_PLAIN_PREFIXES) for name in entries)
+    is_decoder = (_architecture(config) or "").endswith(("ForCausalLM", "LMHeadModel"))
+    is_known = str(config.get("model_type")) in _PLAIN_DECODERS
+    return is_decoder and is_known and all(name.startswith(_PLAIN_PREFIXES) for name in entries)
 
 
 def tied_names(config: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> dict[str, str]:
@@ -91,7 +90,7 @@ def tied_names(config: Mapping[str, Any], entries: Mapping[str, TensorEntry]) ->
     is_tied = not any(part.get("tie_word_embeddings") is False for part in parts)
     vocabularies = {part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)}
     tied = {}
-    for ties in _ties_of(config.get("architectures")):
+    for ties in _ties_of(_architecture(config) or ""):
         stored = [name for name in entries if re.fullmatch(ties.stored, name)]
         if stored and ties.optional:
             # Other embeddings of a model have other numbers of rows.
@@ -104,10 +103,13 @@ def tied_names(config: Mapping[str, Any], entries: Mapping[str, TensorEntry]) ->
     return tied
 
 
-def _ties_of(architectures: object) -> list[_Ties]:
+def _architecture(config: Mapping[str, Any]) -> str | None:
+    architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
-    if not isinstance(name, str) or len(name) > _MAX_NAME:
-        return []
+    return name if isinstance(name, str) and len(name) <= _MAX_NAME else None
+
+
+def _ties_of(name: str) -> list[_Ties]:
     known = [ties for ties in _TIES if re.fullmatch(ties.architectures, name)]
     return known or ([_OTHERS] if re.fullmatch(_OTHERS.architectures, name) else [])
 

@@ -101,7 +101,10 @@ class StreamingWriter:
         self._made_directories = [] if file == os.fspath(path) else _make_directories(os.path.dirname(self.path))
         with ExitStack() as undo:
             undo.callback(self.abort)
-            for shard in _shards(self.path, to_tensor_metas(state_dict_meta), max_shard_size):
+            shards = _shards(self.path, to_tensor_metas(state_dict_meta), max_shard_size)
+            if len(shards) > 1 and self._like is not None and self._like.is_adapter:
+                raise SaveError(f"{self.path} would have shards, which PEFT does not load; omit max_shard_size")
+            for shard in shards:
                 self._start_file(shard)
             undo.pop_all()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import nvflare_lazy
-from nvflare_lazy.errors import ModelDirectoryError
+from nvflare_lazy.errors import ModelDirectoryError, SaveError
 from nvflare_lazy.formats.hugging_face import ModelDirectory
 
 COMPANIONS = [
@@ -89,6 +89,9 @@ def test_an_adapter(tmp_path):
     """Only an adapter's configuration: the weights have the adapter's name; otherwise the model's."""
     (tmp_path / "adapter_config.json").write_text("{}")
     assert ModelDirectory(tmp_path).weights_name == "adapter_model.safetensors"
+    with pytest.raises(SaveError, match="shards, which PEFT does not load; omit max_shard_size"):
+        nvflare_lazy.save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path / "o", like=tmp_path, max_shard_size=12)
+    assert not (tmp_path / "o").exists()
     (tmp_path / "config.json").write_text("{}")
     assert ModelDirectory(tmp_path).weights_name == "model.safetensors"
     assert ModelDirectory(tmp_path, adapter=True).weights_name == "adapter_model.safetensors"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nvflare_lazy
-from nvflare_lazy.formats.hugging_face.tied import tied_names
+from nvflare_lazy.formats.hugging_face.tied import is_plain_decoder, tied_names
 
 WORDS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 6, "tie_word_embeddings": True}
@@ -51,6 +51,24 @@ def entries(tmp_path, *names: str, **tensors: torch.Tensor):
 def test_names_that_are_not_stored(tmp_path, config, names, tied):
     """They follow from the class, the stored names and the settings."""
     assert tied_names(config, entries(tmp_path, *names)) == tied
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "is_plain"),
+    [
+        ({"model_type": "qwen2"}, WORDS, True),
+        # Of another kind, with another head, or with names of another form.
+        ({"model_type": "gpt_neox"}, WORDS, False),
+        ({}, WORDS, False),
+        ({"model_type": "qwen2", "architectures": ["Qwen2ForSequenceClassification"]}, WORDS, False),
+        ({"model_type": "qwen2"}, "language_model.model.embed_tokens.weight", False),
+        ({"model_type": ["qwen2"]}, WORDS, False),
+        ({"model_type": "qwen2", "architectures": [7]}, WORDS, False),
+    ],
+)
+def test_models_for_which_transformers_is_not_asked(tmp_path, config, name, is_plain):
+    """Frequent decoders, whose names do not depend on the version of transformers."""
+    assert is_plain_decoder({**QWEN, **config}, entries(tmp_path, name)) == is_plain
 
 
 def test_a_pytorch_checkpoint_has_both_names(tmp_path):
