@@ -13,10 +13,11 @@ from tests.environment import make_environment, run_slow_tests
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "libraries",
-    [["scikit-learn", "jax"], ["tensorflow-cpu"]],
+    # TenSEAL does not work next to some of the others.
+    [["lightning", "tensorboard"], ["scikit-learn", "jax"], ["tensorflow-cpu"], ["tenseal"]],
     ids=lambda libraries: libraries[0],
 )
 def test_jobs(tmp_path, libraries):
-    """scikit-learn, JAX and TensorFlow."""
+    """Lightning with TensorBoard, scikit-learn, JAX, TensorFlow and homomorphic encryption."""
     python = make_environment(tmp_path / "environment", *libraries)
     run_slow_tests(python, Path(__file__).with_name("test_framework_jobs.py"))
