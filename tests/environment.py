@@ -43,8 +43,8 @@ def run_slow_tests(python: Path, *paths: Path) -> None:
 
 def run_tests(python: Path, *arguments: str | Path) -> None:
     """Run pytest in another environment."""
-    # The path of a socket in it must be short.
-    with tempfile.TemporaryDirectory() as temporary:
+    # The path of a socket in it must be short, and these tests have a long one for temporary files.
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
         subprocess.run(
             [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
             check=True,
