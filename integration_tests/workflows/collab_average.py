@@ -9,6 +9,11 @@ from nvflare.collab import collab
 import nvflare_lazy
 
 
+def initial_model():
+    """The model of the first round."""
+    return {"w": torch.arange(3000, dtype=torch.float32).reshape(3, 1000), "b": torch.ones(7)}
+
+
 @collab.publish
 def train(model, factor):
     """Train a model; the server passes tensors and gets tensors."""
@@ -20,15 +25,9 @@ def train(model, factor):
 @collab.main
 def run():
     """The server's part."""
-    model = {"w": torch.arange(3000, dtype=torch.float32).reshape(3, 1000), "b": torch.ones(7)}
+    model = initial_model()
     path = collab.get_app_prop("path")
     for number in range(2):
         contributions = dict(collab.clients.train(model, 0.5))
         print(f"round {number}: server received {type(contributions['site-1']['w']).__name__}")
-        if path:
-            model = dict(nvflare_lazy.aggregate(contributions, out=f"{path}/model-{number}.safetensors"))
-        else:
-            results = contributions.values()
-            model = {name: sum(result[name] for result in results) / len(results) for name in model}
-    torch.save({name: value.clone() for name, value in model.items()}, collab.get_app_prop("result"))
-    return None
+        model = dict(nvflare_lazy.aggregate(contributions, out=f"{path}/model-{number}.safetensors"))
