@@ -63,11 +63,11 @@ def shown(request: pytest.FixtureRequest, tmp_path: Path) -> Shown:
     return show(request.param, tmp_path)
 
 
-def show(name: str, workspace: Path) -> Shown:
+def show(name: str, workspace: Path, seconds: float = SECONDS) -> Shown:
     example, place, small = SHOWN[name]
     sessions = [block for block in blocks(EXAMPLES / example / "README.md") if block.language == "console"]
     command, _, expected = sessions[place].text.removeprefix("$ ").partition("\n")
-    return run_command([*command.split(), *small], workspace, expected)
+    return run_command([*command.split(), *small], workspace, expected, seconds=seconds)
 
 
 def run_command(
