@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks.trainers import CASES, Case, measure
 
+pytestmark = pytest.mark.filterwarnings("default")  # those of the libraries are not ours
+
 # The conversion from NumPy arrays, and the difference that the Client API computes, are further copies.
 _ONE_COPY = [case for case in CASES if case.exchange == "pytorch" and not case.executor]
 
