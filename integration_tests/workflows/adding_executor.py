@@ -12,7 +12,7 @@ from nvflare.fuel.utils import fobs
 
 
 class AddingExecutor(Executor):
-    """Adds the number of the site to each tensor, and sends the difference."""
+    """Adds the number of the site to each tensor, and 1 to counters, and sends the difference."""
 
     def __init__(self):
         super().__init__()
@@ -25,6 +25,6 @@ class AddingExecutor(Executor):
         site = int(fl_ctx.get_identity_name().rsplit("-", 1)[-1])
         before = from_shareable(shareable).data
         self.log_info(fl_ctx, f"received {type(next(iter(before.values()))).__name__}")
-        changes = {name: (value + site) - value for name, value in before.items()}
+        changes = {name: (value + (site if value.shape else 1)) - value for name, value in before.items()}
         dxo = DXO(DataKind.WEIGHT_DIFF, data=changes, meta={MetaKey.NUM_STEPS_CURRENT_ROUND: 4})
         return dxo.to_shareable()
