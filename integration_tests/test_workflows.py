@@ -105,7 +105,8 @@ def accepted_on_disk(result: RunResult) -> list[tuple[int, str]]:
 BOTH_ROUNDS = [(0, "site-1"), (0, "site-2"), (1, "site-1"), (1, "site-2")]
 
 
-@pytest.mark.parametrize("level", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [1, 2, 3])
 def test_cyclic_training_and_cross_site_evaluation(stock_and_lazy, net, level):
     """Each site trains the model of the one before; then every model is evaluated at every site."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contents of a file, and whether a model is exactly one file."""
+"""The contents of a file, and whether a model is exactly what some files hold."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+import nvflare_lazy
 from nvflare_lazy.formats import open_safetensors, save
 from nvflare_lazy.tensors.byte_source import MemorySource
-from nvflare_lazy.tensors.entry import file_holding
+from nvflare_lazy.tensors.entry import files_holding
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.tensor_file import TensorFile
@@ -27,8 +28,17 @@ def model(tmp_path):
 def test_the_file_of_a_model(model):
     """Tensors or arrays, in any order."""
     (file,) = model.files()
-    assert file_holding({name: model[name] for name in reversed([*model])}) is file
-    assert file_holding({name: entry.array() for name, entry in model.entries.items()}) is file
+    assert files_holding({name: model[name] for name in reversed([*model])}) == [file]
+    assert files_holding({name: entry.array() for name, entry in model.entries.items()}) == [file]
+
+
+def test_the_files_of_a_model_in_shards(tmp_path):
+    """All of them, in the order of their names; with a tensor under another name it is a different model."""
+    model = nvflare_lazy.open(save(TENSORS, tmp_path / "m.safetensors", max_shard_size=32))
+    files = files_holding(model)
+    assert len(files) == 2
+    assert files == sorted(model.files(), key=lambda file: file.path)
+    assert files_holding({"a": model["a"], "c": model["b"], "empty": model["empty"]}) == []
 
 
 def other(**values: Any):
@@ -55,14 +65,14 @@ def other(**values: Any):
 )
 def test_other_models_have_no_file(model, changed):
     """Another name, type, shape, position or file, and bytes that are not in a file."""
-    assert file_holding(changed(model)) is None
+    assert files_holding(changed(model)) == []
 
 
 def test_a_file_without_contents(tmp_path, model):
     """A received file is not recognised: its contents are not known."""
     (file,) = model.files()
     file.contents = None
-    assert file_holding(model) is None
+    assert files_holding(model) == []
 
 
 def test_still_at(tmp_path):
