@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--exchange", choices=("pytorch", "numpy"), default="pytorch")
     parser.add_argument("--difference", action="store_true")
     parser.add_argument("--external", action="store_true")
+    parser.add_argument("--apart", action="store_true", help="give the server of a deployment its own scratch root")
     parser.add_argument("--json", type=Path, help="folder for one JSON file of samples for each mode")
     parser.add_argument("--keep", type=Path, help="keep the job, the workspace and the logs below this folder")
     options = parser.parse_args()
@@ -41,7 +42,8 @@ def main() -> None:
         )
         directory = Path(tempfile.mkdtemp(prefix=f"fl_job_{mode}_", dir=options.keep))
         try:
-            result = run(job, directory, env=options.env)
+            arguments = {"server_scratch": directory / "server-scratch"} if options.apart else {}
+            result = run(job, directory, env=options.env, **arguments)
             print(json.dumps(result.summary()), flush=True)
             if not result.ok:
                 print(result.output[-3000:])

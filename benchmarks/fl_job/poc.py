@@ -29,6 +29,7 @@ from benchmarks.fl_job.simulator import INSTANTIATION, end_tree
 
 _SITE = re.compile(r"/(site-\d+)[/ ]")
 _ADMIN = "admin@example.com"
+_SCRATCH = "NVFLARE_LAZY_SCRATCH"
 
 
 class Deployment:
@@ -39,6 +40,7 @@ class Deployment:
         clients: Number of sites.
         env: Further environment variables for all of them.
         resources: Further settings for `resources.json` of all of them.
+        server_env: Further environment variables for the server alone.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Deployment:
         clients: int,
         env: dict[str, str] | None = None,
         resources: dict[str, Any] | None = None,
+        server_env: dict[str, str] | None = None,
     ) -> None:
         self.directory = directory
         self.clients = clients
@@ -57,6 +60,7 @@ class Deployment:
             "HOME": str(directory),
             **(env or {}),
         }
+        self.server_env = server_env or {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
@@ -85,7 +89,7 @@ class Deployment:
         with open(self.directory / f"{name}.txt", "ab") as output:
             self._processes[name] = subprocess.Popen(
                 ["bash", str(self.kits / name / "startup" / "sub_start.sh"), "--once"],
-                env=self.env,
+                env={**self.env, **self.server_env} if name == "localhost" else self.env,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -157,6 +161,7 @@ def run_in_poc(
     environment: dict[str, str] | None = None,
     resources: dict[str, Any] | None = None,
     during: Callable[[Deployment, str], None] | None = None,
+    server_scratch: Path | None = None,
 ) -> RunResult:
     """Run a job on a deployment of its own.
 
@@ -168,17 +173,25 @@ def run_in_poc(
         environment: Further environment variables for the server and the sites.
         resources: Further settings for the `resources.json` of the server and the sites.
         during: Called over and over with the deployment and the job's id while the job runs, to interfere with it.
+        server_scratch: Scratch root of the server. With another root than the sites, it cannot exchange files with
+            them, as if it were on another host. Default: the scratch root of the sites.
     """
     folder = job.write(directory / "job")
     scratch = directory / "scratch"
-    scratch.mkdir(mode=0o700)
+    roots = {scratch, server_scratch or scratch}
+    for root in roots:
+        root.mkdir(mode=0o700)
     with Deployment(
-        directory, job.clients, {"NVFLARE_LAZY_SCRATCH": str(scratch), **(environment or {})}, resources
+        directory,
+        job.clients,
+        {_SCRATCH: str(scratch), **(environment or {})},
+        resources,
+        {_SCRATCH: str(server_scratch)} if server_scratch else None,
     ) as deployment:
         session = deployment.session()
         wait_for_clients(session, job.clients)
         started = time.time()
-        with Sampler(deployment.roles, interval, scratch) as sampler:
+        with Sampler(deployment.roles, interval, *roots) as sampler:
             job_id = session.submit_job(str(folder))  # type: ignore[attr-defined]
             status = _wait(session, deployment, job_id, timeout, during)
         seconds = time.time() - started

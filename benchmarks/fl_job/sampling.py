@@ -44,12 +44,10 @@ class Sampler:
     Args:
         roles: Called now and then; returns the processes to watch, by process id, with the role each plays.
         interval: Seconds between two samples.
-        scratch: A directory whose size on disk is watched, too.
+        scratch: Directories whose size on disk is also sampled, as a sum.
     """
 
-    def __init__(
-        self, roles: Callable[[], dict[int, str]], interval: float = 0.05, scratch: Path | None = None
-    ) -> None:
+    def __init__(self, roles: Callable[[], dict[int, str]], interval: float = 0.05, *scratch: Path) -> None:
         self.samples: list[Sample] = []
         self.machine_samples: list[MachineSample] = []
         self.started = time.time()
@@ -80,7 +78,7 @@ class Sampler:
     def _machine(self, now: float) -> MachineSample:
         memory = dict(_fields(Path("/proc/meminfo")))
         cached, dirty = (int(memory[name].split()[0]) * 1024 for name in ("Cached", "Dirty"))
-        return MachineSample(now, 0 if self._scratch is None else size_on_disk(self._scratch), cached, dirty)
+        return MachineSample(now, sum(map(size_on_disk, self._scratch)), cached, dirty)
 
 
 def take(seconds: float, role: str, pid: int) -> Sample | None:
