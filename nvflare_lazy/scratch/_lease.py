@@ -171,7 +171,7 @@ class OwnerRecord:
             pid=os.getpid(),
             started=process_start_time(os.getpid()),
             hostname=os.uname().nodename,
-            boot_id=_boot_id(),
+            boot_id=boot_id(),
             pid_namespace=_pid_namespace(),
             created=time.time(),
         )
@@ -205,7 +205,7 @@ class OwnerRecord:
     def status(self) -> OwnerStatus:
         """Return the status of the owner as seen from this process."""
         same_host = self.hostname == os.uname().nodename
-        if self.boot_id != _boot_id() or not (self.boot_id or same_host):
+        if self.boot_id != boot_id() or not (self.boot_id or same_host):
             return OwnerStatus.RESTARTED if same_host else OwnerStatus.OTHER_HOST
         if self.pid_namespace != _pid_namespace():
             return OwnerStatus.OTHER_CONTAINER
@@ -241,7 +241,8 @@ def _stat_fields(pid: int) -> list[str] | None:
 
 
 @functools.cache
-def _boot_id() -> str:
+def boot_id() -> str:
+    """Return the name of this run of the kernel, or nothing if it has none."""
     if sys.platform == "linux":
         try:
             return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

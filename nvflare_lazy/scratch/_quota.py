@@ -78,8 +78,6 @@ class Quota:
         """Hold bytes that are going to be written, or raise and hold none of them."""
         with self._lock:
             self._check_limit(nbytes)
-            if self.limit is not None and self.recycled_files is not None:
-                self.recycled_files.remove(self._used + nbytes + self.recycled_files.nbytes - self.limit)
             self._check_room(nbytes)
             self._used += nbytes
             self._pending += nbytes
@@ -125,6 +123,8 @@ class Quota:
                 f"reserving {format_size(nbytes)} would exceed the scratch quota of {format_size(self.limit)} "
                 f"({format_size(self._used)} used); raise the quota, or check which client sends oversized results"
             )
+        if self.limit is not None and self.recycled_files is not None:
+            self.recycled_files.remove(self._used + nbytes + self.recycled_files.nbytes - self.limit)
 
     def _check_room(self, nbytes: int, own_pending: int | None = None) -> None:
         """Raise if the disk has no room for more bytes and for pending ones: all of them, or those of one download."""

@@ -8,6 +8,7 @@ fast as allocating new ones, and a receiver mostly writes.
 from __future__ import annotations
 
 import contextlib
+import enum
 import fcntl
 import os
 import secrets
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 _NAME = "recycled"
 # Creating a smaller file is as fast.
 _MIN_BYTES = 1 << 20
-_OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+# Enough for the files of several rounds; each one is looked at when a file is taken.
+_MAX_FILES = 64
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_WRITE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class _RecycledFile(NamedTuple):
@@ -35,6 +39,10 @@ class _RecycledFile(NamedTuple):
 
 class RecycledFiles:
     """The recycled files of one job's directory, whose descriptor is borrowed.
+
+    A file that has another name is *lent*: it may be used again when the other process has removed its name. A file
+    that is open in any process is not used again. Both are examined after the file has got its name here, which no
+    reader looks up, and again when the file is taken.
 
     All methods may be called by a finalizer, in the middle of any other: there are no locks, only a deque. A file that
     cannot be recycled is removed with its directory.
@@ -48,11 +56,14 @@ class RecycledFiles:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the disk that removing them would free."""
-        return sum(file.nbytes for file in tuple(self.files))
+        """Bytes on the disk that removing them would free: those of files without another name."""
+        if not self.files:
+            return 0
+        with self._opened() as own:
+            return sum(file.nbytes for file in tuple(self.files) if _has_one_name(file.name, own))
 
     def recycle(self, directory: str, names: Iterable[str]) -> None:
-        """Keep those of these files of a directory that are not open, in any process, and have no other name."""
+        """Keep these files of a directory."""
         if self._closed:
             return
         with contextlib.suppress(OSError), opened_directory(directory, dir_fd=self._job_fd) as fd:
@@ -60,36 +71,57 @@ class RecycledFiles:
                 self._keep(name, fd)
 
     def _keep(self, name: str, dir_fd: int) -> None:
-        fd = os.open(name, _OPEN, dir_fd=dir_fd)
-        try:
-            status = os.fstat(fd)
-            nbytes = status.st_blocks * 512
-            is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
-            if nbytes >= _MIN_BYTES and is_plain and _is_open_only_here(fd):
-                file = _RecycledFile(secrets.token_hex(8), nbytes)
-                with contextlib.suppress(FileExistsError):
-                    os.close(make_private_directory(_NAME, dir_fd=self._job_fd))
-                with self._opened() as own:
-                    os.rename(name, file.name, src_dir_fd=dir_fd, dst_dir_fd=own)
-                self.files.append(file)
-        finally:
-            os.close(fd)
+        status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+        nbytes = status.st_blocks * 512
+        if nbytes < _MIN_BYTES or not stat.S_ISREG(status.st_mode):
+            return
+        file = _RecycledFile(secrets.token_hex(8), nbytes)
+        with contextlib.suppress(FileExistsError):
+            os.close(make_private_directory(_NAME, dir_fd=self._job_fd))
+        with self._opened() as own:
+            os.rename(name, file.name, src_dir_fd=dir_fd, dst_dir_fd=own)
+            if _use(file.name, own) is _Use.READ:
+                os.unlink(file.name, dir_fd=own)
+                return
+        self.files.append(file)
+        if len(self.files) > _MAX_FILES:
+            self._remove_oldest()
 
     def take(self, name: str, dir_fd: int) -> int | None:
-        """Give a file another name and return it open, with its old bytes; None if there is none."""
-        while self.files:
-            with contextlib.suppress(IndexError, FileNotFoundError), self._opened() as own:
-                os.rename(self.files.pop().name, name, src_dir_fd=own, dst_dir_fd=dir_fd)
-                return os.open(name, _OPEN, dir_fd=dir_fd)
+        """Give a file without readers another name, and return it open, with its old bytes; None if there is none."""
+        lent: list[_RecycledFile] = []
+        try:
+            with self._opened() as own:
+                while self.files:
+                    with contextlib.suppress(IndexError, FileNotFoundError):
+                        file = self.files.pop()
+                        use = _use(file.name, own)
+                        if use is _Use.LENT:
+                            lent.append(file)
+                        elif use is _Use.READ:
+                            os.unlink(file.name, dir_fd=own)
+                        else:
+                            os.rename(file.name, name, src_dir_fd=own, dst_dir_fd=dir_fd)
+                            return os.open(name, _WRITE, dir_fd=dir_fd)
+        except FileNotFoundError:  # the directory
+            self.files.clear()
+        finally:
+            self.files.extend(reversed(lent))
         return None
 
     def remove(self, nbytes: int) -> None:
-        """Remove files, the oldest first, until `nbytes` are freed."""
+        """Remove files, the oldest first, until `nbytes` are freed. Removing a lent file frees nothing yet."""
         while nbytes > 0 and self.files:
-            with contextlib.suppress(IndexError, FileNotFoundError), self._opened() as own:
-                file = self.files.popleft()
-                os.unlink(file.name, dir_fd=own)
-                nbytes -= file.nbytes
+            nbytes -= self._remove_oldest()
+
+    def _remove_oldest(self) -> int:
+        """Remove a file and return the number of bytes that this frees."""
+        with contextlib.suppress(IndexError, FileNotFoundError), self._opened() as own:
+            file = self.files.popleft()
+            nbytes = file.nbytes if _has_one_name(file.name, own) else 0
+            os.unlink(file.name, dir_fd=own)
+            return nbytes
+        return 0
 
     def close(self) -> None:
         """Keep no more files; the present ones are removed with the job's directory."""
@@ -98,6 +130,34 @@ class RecycledFiles:
 
     def _opened(self) -> AbstractContextManager[int]:
         return opened_directory(_NAME, dir_fd=self._job_fd)
+
+
+def _has_one_name(name: str, dir_fd: int) -> bool:
+    """Whether a file exists and has no other name."""
+    try:
+        return os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_nlink == 1
+    except FileNotFoundError:
+        return False
+
+
+class _Use(enum.Enum):
+    NONE = "no process has it open, and it has no other name"
+    LENT = "it has another name"
+    READ = "a process has it open, or the file system cannot tell"
+
+
+def _use(name: str, dir_fd: int) -> _Use:
+    """Return how a file is in use, and make an unused one writable: one that was shared may be read-only."""
+    fd = os.open(name, _READ, dir_fd=dir_fd)
+    try:
+        if os.fstat(fd).st_nlink != 1:
+            return _Use.LENT
+        if not _is_open_only_here(fd):
+            return _Use.READ
+        os.fchmod(fd, 0o600)
+        return _Use.NONE
+    finally:
+        os.close(fd)
 
 
 def _is_open_only_here(fd: int) -> bool:

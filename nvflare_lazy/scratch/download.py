@@ -27,6 +27,7 @@ from nvflare_lazy.scratch._system import (
     to_scratch_error,
 )
 from nvflare_lazy.scratch.file import ScratchFile
+from nvflare_lazy.scratch.rendezvous import check_id, open_checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.scratch._quota import QuotaReservation
     from nvflare_lazy.scratch._recycled_files import RecycledFiles
+    from nvflare_lazy.scratch.rendezvous import VisitedRendezvous
+    from nvflare_lazy.tensors.tensor_file import TensorFile
 
 logger = get_logger(__name__)
 
@@ -86,6 +89,25 @@ class DownloadScratch:
         if not _SUFFIX.fullmatch(suffix):
             raise ValueError(f"invalid suffix {suffix!r}: expected for example '.safetensors'")
         return ScratchFile(self, self._directory, f"{next(self._numbers):05d}{suffix}")
+
+    def take_link(self, visited: VisitedRendezvous, id: object, nbytes: int) -> TensorFile:
+        """Link a file of another process into the directory, and return it open; it owns the directory.
+
+        Nothing is written to it, and it is not recycled. It counts towards the quota, but needs no free space. After
+        a failure, nothing of it is left or counted.
+
+        Args:
+            visited: The directory in which the sender shows the file.
+            id: Its id from the sender.
+            nbytes: Its size, as the sender describes it.
+
+        Raises:
+            QuotaExceededError: If the job may not hold that much.
+            ScratchError: If the file was taken back, is not as described, or cannot be linked here.
+        """
+        file = self._directory.take_link(visited, check_id(id), f"{next(self._numbers):05d}.safetensors", nbytes)
+        file.own(self)
+        return file
 
     def release(self) -> None:
         """Remove the directory and release its bytes; when this returns, it is gone.
@@ -230,6 +252,23 @@ class DownloadDirectory:
                     self.reservation.release_unused(self._adopted.pop(name), 0)
                 self.reservation.adopt(self._adopted.get(file_name, 0), status.st_size)
                 self._adopted[file_name] = status.st_size
+
+    def take_link(self, visited: VisitedRendezvous, id: str, file_name: str, nbytes: int) -> TensorFile:
+        """Link a shown file into the directory and open it."""
+        path = self.path / file_name
+        with self.writing():
+            self.reservation.adopt(0, nbytes)
+            try:
+                try:
+                    os.link(id, file_name, src_dir_fd=visited.fd, dst_dir_fd=self._fd, follow_symlinks=False)
+                except OSError as error:
+                    raise to_scratch_error(error, "link a shared file to", path) from error
+                return open_checked(file_name, self._fd, path, nbytes)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(file_name, dir_fd=self._fd)
+                self.reservation.release_unused(nbytes, 0)
+                raise
 
     def record_complete(self, file_name: str, unused: int, pending: int) -> None:
         """Record that a file was received completely: only such files are recycled.

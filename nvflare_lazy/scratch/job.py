@@ -31,6 +31,7 @@ from nvflare_lazy.scratch._system import (
 )
 from nvflare_lazy.scratch.download import DownloadDirectory, DownloadScratch
 from nvflare_lazy.scratch.file_systems import RootInfo, inspect_root
+from nvflare_lazy.scratch.rendezvous import Rendezvous, VisitedRendezvous, visit
 from nvflare_lazy.scratch.root import open_root, resolve_root
 
 if TYPE_CHECKING:
@@ -155,6 +156,20 @@ class JobScratch:
                 raise
         return download
 
+    def rendezvous(self) -> Rendezvous:
+        """Return the directory through which this job gives files to processes on this host; created on first use.
+
+        Raises:
+            ScratchReleasedError: If the job was released.
+        """
+        return self._directories[-1].rendezvous()
+
+    def visit(self, lease: object) -> VisitedRendezvous | None:
+        """Open the shared files of another leased directory under the same root; None for any other name."""
+        if any(lease == directory.path.name for directory in self._directories):
+            return None
+        return visit(self.root, lease)
+
     def release(self) -> None:
         """Release all downloads, then remove the directory and its lease; when this returns, they are gone.
 
@@ -204,6 +219,7 @@ class JobDirectory:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._downloads: dict[str, DownloadDirectory] = {}
+        self._rendezvous: Rendezvous | None = None
         self._releaser = 0
         self._removed = threading.Event()
         self._root_fd = keep_private(open_root(root))
@@ -253,6 +269,15 @@ class JobDirectory:
             self._downloads[name] = directory
         return directory
 
+    def rendezvous(self) -> Rendezvous:
+        """Return the directory of shared files."""
+        with self._lock:
+            if self.released:
+                raise ScratchReleasedError(f"the scratch of job {self._job!r} was released; open another one")
+            if self._rendezvous is None:
+                self._rendezvous = Rendezvous(self._fd, self._lease.name)
+            return self._rendezvous
+
     def release(self, *, wait: bool = True) -> None:
         """Release all downloads, remove the directory, then release the lease.
 
@@ -274,6 +299,8 @@ class JobDirectory:
     def _remove(self) -> None:
         if self._recycled_files is not None:
             self._recycled_files.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         try:
             for directory in list(self._downloads.values()):
                 directory.release()

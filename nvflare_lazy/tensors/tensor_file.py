@@ -87,6 +87,8 @@ class TensorFile:
         path: The file; opened at once, and never looked up by name again.
         descriptor: An open descriptor of the file, instead of opening `path`. The file closes it.
         contents: The tensors of the file by name, in the order of their bytes. Default: not known.
+        shareable: Whether this package wrote the file and no program writes to it again, so that other processes may
+            get a link to it. Default: False.
     """
 
     def __init__(
@@ -95,9 +97,11 @@ class TensorFile:
         *,
         descriptor: int | None = None,
         contents: Mapping[str, StoredTensor] | None = None,
+        shareable: bool = False,
     ) -> None:
         self.path = os.fspath(path)
         self.contents = contents
+        self.shareable = shareable
         if descriptor is None:
             # Not blocking: a named pipe would keep us waiting for its other end.
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nvflare_lazy.scratch import DownloadScratch
+    from nvflare_lazy.scratch.rendezvous import Rendezvous, VisitedRendezvous
 
 T = TypeVar("T")
 
@@ -48,6 +49,14 @@ class DefaultScratch:
     def download(self, label: str | None = None, reserve: int = 0) -> DownloadScratch:
         """Lease a directory; see `JobScratch.download`."""
         return self.job().download(label, reserve)
+
+    def rendezvous(self) -> Rendezvous:
+        """Return the directory of shared files; see `JobScratch.rendezvous`."""
+        return self.job().rendezvous()
+
+    def visit(self, lease: object) -> VisitedRendezvous | None:
+        """Open the shared files of another process; see `JobScratch.visit`."""
+        return self.job().visit(lease)
 
     def release(self) -> None:
         """Release the scratch, if it is open."""

@@ -96,7 +96,7 @@ def test_who_is_dead(request, root, leave_behind, changes, locks, alive, told):
 
 def test_host_without_names_for_its_boots(root, leave_behind, monkeypatch):
     """Where the system names neither boots nor namespaces, as on macOS, the host name takes their place."""
-    monkeypatch.setattr("nvflare_lazy.scratch._lease._boot_id", lambda: "")
+    monkeypatch.setattr("nvflare_lazy.scratch._lease.boot_id", lambda: "")
     record = OwnerRecord.for_this_process("job")
     assert record.status() is OwnerStatus.ALIVE
     leave_behind(hostname="elsewhere", boot_id="")

@@ -128,9 +128,13 @@ def test_a_file_with_another_name_is_not_used_again(job, tmp_path):
     download = job.download()
     os.link(received(download), tmp_path / "checkpoint")
     download.release()
-    assert recycled(job) == []
-    received(job.download(), NEW)
+    assert recycled(job) == [len(OLD)]
+    held = job.download()
+    received(held, NEW)
     assert (tmp_path / "checkpoint").read_bytes() == OLD
+    inode = (tmp_path / "checkpoint").stat().st_ino
+    (tmp_path / "checkpoint").unlink()
+    assert received(job.download(), NEW).stat().st_ino == inode
 
 
 def test_recycled_files_make_room_for_the_quota(root):

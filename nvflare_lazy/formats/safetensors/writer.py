@@ -180,7 +180,8 @@ class StreamingWriter:
             self._committed = True
             files = []
             for file, contents in self._shards:
-                files.append(TensorFile(file.path, descriptor=file.duplicate(), contents=contents))
+                opened = TensorFile(file.path, descriptor=file.duplicate(), contents=contents, shareable=True)
+                files.append(opened)
                 file.close()
             return files
         finally:
