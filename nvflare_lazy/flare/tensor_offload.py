@@ -7,8 +7,9 @@ logs each round. Controllers, aggregators, persistors and filters are unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from nvflare_lazy.flare.results_in_memory import cause, is_encrypted, uses_tenso
 from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
 from nvflare_lazy.flare.tensor_names import renamed
 from nvflare_lazy.flare.weights import is_array, is_lazy, is_weight, zero_controls
-from nvflare_lazy.scratch import JobScratch
+from nvflare_lazy.scratch import JobScratch, set_default_root
 from nvflare_lazy.tensors.converted_sources import CastSource
 from nvflare_lazy.tensors.dtypes import by_torch
 from nvflare_lazy.tensors.entry import TensorEntry
@@ -80,7 +81,8 @@ class TensorOffload(FLComponent):
     | accept results larger than usual      | `max_result_size`, such as `"10GiB"`                           |
 
     Args:
-        scratch_dir: Scratch root; a private directory is leased in it. Default: the current user's.
+        scratch_dir: Scratch root; a private directory is leased in it. Default: the current user's. Trainers that the
+            client job starts have the same root.
         scratch_quota: Maximum bytes of scratch of this process. Default: no limit.
         min_free: Space to keep free on that file system. Default: 1 GiB, or a twentieth of a small file system.
         memory_budget: Memory for receiving and, with `LazyAggregator`, for aggregation.
@@ -123,6 +125,7 @@ class TensorOffload(FLComponent):
         self._scratch: JobScratch | None = None
         # Restored when the run ends: `install()` in this process, or another run, may have set it.
         self._mode_before: offload.ReceiveMode | None = None
+        self._restore_root: Callable[[], object] | None = None
         self.round_log: RoundLog | None = None
         self._round: int | None = None
         # Clients whose last result is empty because it was rejected; NVFlare's aggregators accept an empty result.
@@ -139,7 +142,10 @@ class TensorOffload(FLComponent):
         register()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        if event_type == EventType.START_RUN:
+        if event_type == EventType.ABOUT_TO_START_RUN:
+            # On clients only, and before any executor starts a trainer at START_RUN.
+            self._open_scratch(fl_ctx)
+        elif event_type == EventType.START_RUN:
             self._start(fl_ctx)
         elif event_type == EventType.END_RUN:
             self._end()
@@ -193,13 +199,8 @@ class TensorOffload(FLComponent):
         purpose = _purpose_of(fl_ctx)
         tune_malloc(purpose)
         self._engine = fl_ctx.get_engine()
-        job_id = str(fl_ctx.get_job_id("job"))
-        try:
-            self._scratch = JobScratch.open(
-                self.scratch_dir, job=job_id, quota=self.scratch_quota, min_free=self.min_free
-            )
-        except ScratchError as error:
-            self.system_panic(f"cannot create scratch for tensors: {error}", fl_ctx)
+        self._open_scratch(fl_ctx)
+        if self._scratch is None:
             return
         limits = PayloadLimits(self._max_result_bytes)
         self._mode_before = offload.runtime.use(offload.ReceiveMode(self._scratch, self._inflight_bytes, limits))
@@ -220,11 +221,27 @@ class TensorOffload(FLComponent):
             # The server waits until it knows the model.
             self._warn_of_shortages(0, fl_ctx)
 
+    def _open_scratch(self, fl_ctx: FLContext) -> None:
+        if self._scratch is not None:
+            return
+        job_id = str(fl_ctx.get_job_id("job"))
+        try:
+            self._scratch = JobScratch.open(
+                self.scratch_dir, job=job_id, quota=self.scratch_quota, min_free=self.min_free
+            )
+        except ScratchError as error:
+            self.system_panic(f"cannot create scratch for tensors: {error}", fl_ctx)
+            return
+        if fl_ctx.get_process_type() == ProcessType.CLIENT_JOB:
+            self._restore_root = partial(set_default_root, set_default_root(str(self._scratch.root)))
+
     def _end(self) -> None:
         self._end_round()
         scratch, self._scratch = self._scratch, None
         if scratch is None:
             return
+        if self._restore_root is not None:
+            self._restore_root()
         offload.runtime.use(self._mode_before)
         if self._memory is not None:
             offload.runtime.on_buffers_released.remove(self._memory.trim_excess)

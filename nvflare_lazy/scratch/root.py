@@ -48,6 +48,18 @@ def resolve_root(root: str | os.PathLike[str] | None = None) -> Path:
     return _create_checked(_temporary_root())
 
 
+def set_default_root(root: str | None) -> str | None:
+    """Make a root the default of this process and of those that it starts; None leaves it to the user's directories.
+
+    Returns:
+        The previous one, to be restored.
+    """
+    before = os.environ.pop(_ENVIRONMENT_VARIABLE, None)
+    if root is not None:
+        os.environ[_ENVIRONMENT_VARIABLE] = root
+    return before
+
+
 def find_root(root: str | os.PathLike[str] | None = None) -> Path | None:
     """Return the directory that `resolve_root` would use, or None if it does not exist; create nothing."""
     path, is_chosen = _locate(root)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -66,6 +67,22 @@ def test_a_script_in_the_same_process_changes_nothing(fl_ctx, tmp_path):
     assert offload.runtime.budget.limit == 16 << 20
     component.handle_event(EventType.END_RUN, fl_ctx)
     assert not scratch.path.exists()
+
+
+@pytest.mark.parametrize("before", [None, "elsewhere"])
+def test_trainers_that_a_client_starts_have_its_scratch_root(fl_ctx, tmp_path, monkeypatch, before):
+    """It is in the environment before the executors handle START_RUN, and as it was when the run ends."""
+    monkeypatch.delenv("NVFLARE_LAZY_SCRATCH", raising=False)
+    if before:
+        monkeypatch.setenv("NVFLARE_LAZY_SCRATCH", before)
+    fl_ctx.set_prop(FLContextKey.PROCESS_TYPE, ProcessType.CLIENT_JOB)
+    component = TensorOffload(str(tmp_path / "root"))
+    component.handle_event(EventType.ABOUT_TO_START_RUN, fl_ctx)
+    assert os.environ["NVFLARE_LAZY_SCRATCH"] == str(tmp_path / "root")
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    assert [path.name for path in (tmp_path / "root").iterdir() if path.is_dir()] == [offload.runtime.scratch.path.name]
+    component.handle_event(EventType.END_RUN, fl_ctx)
+    assert os.environ.get("NVFLARE_LAZY_SCRATCH") == before
 
 
 def run(component, event, fl_ctx):
