@@ -61,9 +61,9 @@ def stock_and_lazy(run_job: JobRunner, tmp_path: Path, net: Any) -> Callable[...
     With it, as many results must arrive on disk as the caller says, and the job must leave nothing behind.
     """
 
-    def run(make: Callable[[], Recipe], level: int, *, on_disk: int) -> tuple[RunResult, RunResult]:
+    def run(make: Callable[[], Recipe], level: int, *, on_disk: int, **options: Any) -> tuple[RunResult, RunResult]:
         stock, lazy = make(), make()
-        make_lazy(lazy, level)
+        make_lazy(lazy, level, **options)
         seen = [tmp_path / "stock.jsonl", tmp_path / "lazy.jsonl"]
         results = [
             run_job(RecipeJob(recipe=recipe), environment={"WITNESS": str(path)}, timeout=300)
@@ -247,7 +247,10 @@ def test_executors_from_before_the_client_api(stock_and_lazy, net, exchange, lev
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 3])
 def test_a_trainer_of_two_ranks(stock_and_lazy, net, monkeypatch, level):
-    """`torchrun` starts two processes; the first one receives, sends, and broadcasts to the other."""
+    """`torchrun` starts two processes; the first one receives, sends, and broadcasts to the other.
+
+    At level 3 the job says that they use this package.
+    """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def make() -> Recipe:
@@ -261,9 +264,10 @@ def test_a_trainer_of_two_ranks(stock_and_lazy, net, monkeypatch, level):
             server_expected_format="pytorch",
         )
 
-    stock, lazy = stock_and_lazy(make, level, on_disk=4)
+    stock, lazy = stock_and_lazy(make, level, on_disk=4, install_in_trainers=level == 3)
     check_model(stock, lazy, exact=level == 1)
     assert accepted_on_disk(lazy) == BOTH_ROUNDS
+    assert ("rank 0 received LazyTensor" in lazy.output) == (level == 3)
 
 
 @pytest.mark.slow

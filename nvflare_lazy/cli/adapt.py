@@ -23,9 +23,14 @@ _LEVELS = ("1", "2", "3")
     show_default=True,
     help="1: receive results on disk. 2: also replace aggregation and persistor. 3: also receive on disk on clients.",
 )
+@click.option(
+    "--install-in-trainers",
+    is_flag=True,
+    help="Run training scripts in processes of their own after nvflare_lazy.install().",
+)
 @click.option("--out", metavar="DIR", type=click.Path(), help="Write the job to this new folder. Default: in place.")
 @click.option("--dry-run", is_flag=True, help="Print the changes, and write nothing.")
-def adapt(job_dir: str, level: str, out: str | None, dry_run: bool) -> None:
+def adapt(job_dir: str, level: str, install_in_trainers: bool, out: str | None, dry_run: bool) -> None:
     """Make an NVFlare job folder lazy.
 
     JOB_DIR has a meta.json and the apps of the job, for example from recipe.export. Components of NVFlare are replaced
@@ -34,9 +39,10 @@ def adapt(job_dir: str, level: str, out: str | None, dry_run: bool) -> None:
     """
     from pathlib import Path
 
+    from nvflare_lazy.flare.adaptation.component_mapping import AdaptationOptions
     from nvflare_lazy.flare.adaptation.job_folder import adapt_job
 
-    job = adapt_job(job_dir, int(level))
+    job = adapt_job(job_dir, int(level), AdaptationOptions(install_in_trainers=install_in_trainers))
     if job.changed:
         click.echo("\n".join("\t".join(map(printable, line.split("\t"))) for line in job.diff().splitlines()))
     if not dry_run and (job.changed or out):

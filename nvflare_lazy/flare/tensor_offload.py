@@ -49,7 +49,8 @@ from nvflare_lazy.flare.results_in_memory import cause, is_encrypted, uses_tenso
 from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
 from nvflare_lazy.flare.tensor_names import renamed
 from nvflare_lazy.flare.weights import is_array, is_lazy, is_weight, zero_controls
-from nvflare_lazy.scratch import JobScratch, set_default_root
+from nvflare_lazy.scratch import JobScratch
+from nvflare_lazy.scratch.root import set_default_root
 from nvflare_lazy.tensors.converted_sources import CastSource
 from nvflare_lazy.tensors.dtypes import by_torch
 from nvflare_lazy.tensors.entry import TensorEntry

@@ -60,6 +60,7 @@ class FedAvgRecipe(StockFedAvgRecipe):
         scratch_quota: int | str | None = None,
         memory_budget: int | str = DEFAULT_MEMORY_BUDGET,
         offload_clients: bool = True,
+        install_in_trainers: bool = False,
         model: Any = None,
         initial_ckpt: str | None = None,
         model_persistor: ModelPersistor | None = None,
@@ -91,6 +92,7 @@ class FedAvgRecipe(StockFedAvgRecipe):
             scratch_quota=scratch_quota,
             memory_budget=memory_budget,
             offload_clients=offload_clients,
+            install_in_trainers=install_in_trainers,
         )
         super().__init__(
             model=model,
@@ -109,6 +111,7 @@ class FedAvgRecipe(StockFedAvgRecipe):
             scratch_dir=scratch_dir,
             scratch_quota=scratch_quota,
             memory_budget=memory_budget,
+            install_in_trainers=install_in_trainers,
         )
 
     def _setup_model_and_persistor(self, job: Any) -> str:

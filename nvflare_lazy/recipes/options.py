@@ -31,17 +31,18 @@ logger = get_logger(__name__)
 class OffloadOptions:
     """Where a job keeps its models, and its limits.
 
-    | argument          | meaning                                                                                      |
-    |-------------------|----------------------------------------------------------------------------------------------|
-    | `checkpoint`      | initial checkpoint or Hugging Face directory; a file at a relative path travels with the job |
-    | `checkpoint_dir`  | absolute path on the server for checkpoints that outlive the job, and that it resumes from   |
-    | `keep_rounds`     | rounds to keep, besides the best model; default: 2 in `checkpoint_dir`, otherwise 1          |
-    | `save_pytorch`    | the job's result has PyTorch files, as NVFlare's has, instead of safetensors files           |
-    | `max_shard_size`  | split larger checkpoints; default: as the initial Hugging Face directory is split            |
-    | `scratch_dir`     | scratch root for received tensors, on the server and the clients                             |
-    | `scratch_quota`   | maximum bytes of scratch per process                                                         |
-    | `memory_budget`   | memory for receiving and aggregation                                                         |
-    | `offload_clients` | whether clients also use this package; False if it is not installed there                    |
+    | argument              | meaning                                                                                  |
+    |-----------------------|------------------------------------------------------------------------------------------|
+    | `checkpoint`          | initial checkpoint or Hugging Face directory; a file at a relative path travels along    |
+    | `checkpoint_dir`      | absolute path on the server of checkpoints that outlive the job and that it resumes from |
+    | `keep_rounds`         | rounds to keep, besides the best model; default: 2 in `checkpoint_dir`, otherwise 1      |
+    | `save_pytorch`        | the job's result has PyTorch files, as NVFlare's has, instead of safetensors files       |
+    | `max_shard_size`      | split larger checkpoints; default: as the initial Hugging Face directory is split        |
+    | `scratch_dir`         | scratch root for received tensors, on the server and the clients                         |
+    | `scratch_quota`       | maximum bytes of scratch per process                                                     |
+    | `memory_budget`       | memory for receiving and aggregation                                                     |
+    | `offload_clients`     | whether clients also use this package; False if it is not installed there                |
+    | `install_in_trainers` | with `launch_external_process`, the training script runs after `install()`               |
     """
 
     checkpoint: str | None = None
@@ -53,6 +54,7 @@ class OffloadOptions:
     scratch_quota: int | str | None = None
     memory_budget: int | str = DEFAULT_MEMORY_BUDGET
     offload_clients: bool = True
+    install_in_trainers: bool = False
 
     def add_persistor(self, job: Any, model: Any, initial_ckpt: str | None, *, numpy: bool, best_name: str) -> str:
         """Add the persistor to a job and return its id.
@@ -89,6 +91,7 @@ def make_lazy(
     checkpoint_dir: str | None = None,
     keep_rounds: int | None = None,
     save_pytorch: bool | None = None,
+    install_in_trainers: bool = False,
     **offload: Any,
 ) -> None:
     """Make any recipe lazy: the jobs that it exports or executes have the components of a level.
@@ -103,6 +106,7 @@ def make_lazy(
         checkpoint_dir: As for `OffloadOptions`; levels 2 and 3.
         keep_rounds: As for `OffloadOptions`; levels 2 and 3.
         save_pytorch: As for `OffloadOptions`; levels 2 and 3.
+        install_in_trainers: As for `OffloadOptions`.
         offload: Arguments of `TensorOffload`, such as `scratch_dir` and `memory_budget`.
 
     Raises:
@@ -114,7 +118,8 @@ def make_lazy(
     """
     given = {"checkpoint_dir": checkpoint_dir, "keep_rounds": keep_rounds, "save_pytorch": save_pytorch}
     offload = {name: value for name, value in offload.items() if value is not None}
-    options = AdaptationOptions(offload, {name: value for name, value in given.items() if value is not None})
+    persistor = {name: value for name, value in given.items() if value is not None}
+    options = AdaptationOptions(offload, persistor, install_in_trainers)
     options.check(level)
     # Raise on invalid arguments now rather than when the job starts.
     TensorOffload(**offload)

@@ -47,6 +47,7 @@ class SwarmLearningRecipe(StockSwarmLearningRecipe):
         scratch_dir: str | None = None,
         scratch_quota: int | str | None = None,
         memory_budget: int | str = DEFAULT_MEMORY_BUDGET,
+        install_in_trainers: bool = False,
         model: Any = None,
         initial_ckpt: str | None = None,
         aggregation_format: ExchangeFormat = ExchangeFormat.PYTORCH,
@@ -75,4 +76,5 @@ class SwarmLearningRecipe(StockSwarmLearningRecipe):
             scratch_dir=scratch_dir,
             scratch_quota=scratch_quota,
             memory_budget=memory_budget,
+            install_in_trainers=install_in_trainers,
         )

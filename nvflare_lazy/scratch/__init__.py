@@ -13,7 +13,6 @@ from nvflare_lazy.scratch.download import DownloadScratch
 from nvflare_lazy.scratch.file import ScratchFile
 from nvflare_lazy.scratch.file_systems import RootInfo, inspect_root
 from nvflare_lazy.scratch.job import JobScratch
-from nvflare_lazy.scratch.root import set_default_root
 
 __all__ = [
     "DirectoryLease",
@@ -25,5 +24,4 @@ __all__ = [
     "inspect_root",
     "list_scratch",
     "reclaim",
-    "set_default_root",
 ]

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+from nvflare.fuel.utils.secret_utils import split_command_preserving_secret_refs
+
 from nvflare_lazy.errors import JobAdaptationError
 
 LEVELS = (1, 2, 3)
@@ -70,6 +72,10 @@ _PERSISTOR_ARGS = (
 )
 # Arguments of controllers that name components which level 2 replaces.
 _ROLES = ("persistor_id", "aggregator_id", "shareable_generator_id", "model_locator_id")
+_INSTALL = "nvflare_lazy.flare.install"
+# They run a module with -m, as they run a script; some of them are modules of Python.
+_LAUNCHERS = re.compile(r"python[\d.]*|torchrun|accelerate")
+_LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 # They are about loading a model into memory.
 _DROPPED_PERSISTOR_ARGS = ("load_weights_only", "load_device")
 
@@ -81,10 +87,12 @@ class AdaptationOptions:
     Args:
         offload: Arguments of `TensorOffload`.
         persistor: Arguments of `LazyModelPersistor` that NVFlare's persistor lacks.
+        install_in_trainers: Whether trainers in processes of their own run after `install()`.
     """
 
     offload: Mapping[str, Any] = field(default_factory=dict)
     persistor: Mapping[str, Any] = field(default_factory=dict)
+    install_in_trainers: bool = False
 
     def check(self, level: int) -> None:
         """Raise a `ValueError` if the level does not exist or does not use the options."""
@@ -201,6 +209,11 @@ def adapt_configs(configs: Sequence[SiteConfig], level: int, options: Adaptation
     else:
         for side in sides:
             side.receive_on_disk()
+    if options.install_in_trainers and sum(side.install_in_trainers() for side in sides) == 0:
+        raise JobAdaptationError(
+            "install_in_trainers requires executors that start the training script in a process of its own; for any "
+            "other, call nvflare_lazy.install() in the script"
+        )
     for side in sides:
         if clients_hold_models != side.config.is_server or (level == 3 and not side.config.is_server):
             side.add_offload()
@@ -327,11 +340,38 @@ class _Side:
         taken = {part.get("id") for part in (*self.config.components, *self.config.workflows)}
         free = next(name for name in (OFFLOAD_ID, "tensor_offload", "nvflare_lazy_offload") if name not in taken)
         self.config.data.setdefault("components", []).append({"id": free, "path": _OFFLOAD, "args": given})
-        if any(_read_args(executor).get("execution_mode") == "external_process" for executor in self.config.executors):
+        if any(_INSTALL not in str(_read_args(executor).get("command")) for executor in self._external_trainers()):
             self.notes.append(
                 f"{self.config.name}: the training script runs in its own process; call nvflare_lazy.install() in it "
-                "before flare.init()"
+                "before flare.init(), or set install_in_trainers"
             )
+
+    def install_in_trainers(self) -> bool:
+        """Let the commands that start training scripts run `install()` first; return whether there is one."""
+        found = False
+        for executor in self._external_trainers():
+            found = True
+            args = _args(executor)
+            command = args.get("command")
+            if isinstance(command, str):
+                words = split_command_preserving_secret_refs(command, posix=True)
+            else:
+                words = [word for word in command if isinstance(word, str)] if isinstance(command, list) else []
+            at = _start_of_script(words)
+            if at is None:
+                raise self._error(
+                    executor,
+                    f"starts the training script by {command!r}, in which no Python script was found after python, "
+                    "torchrun or accelerate; call nvflare_lazy.install() in the script",
+                )
+            if _INSTALL not in words:
+                args["command"] = [*words[:at], "-m", _INSTALL, *words[at:]]
+        return found
+
+    def _external_trainers(self) -> Iterator[dict[str, Any]]:
+        for executor in self.config.executors:
+            if _read_args(executor).get("execution_mode") == "external_process":
+                yield executor
 
     def receive_on_disk(self) -> None:
         """Let NVFlare's swarm learning request results on disk: its own request for memory would be honored."""
@@ -529,6 +569,18 @@ def _moved(args: dict[str, Any]) -> dict[str, Any]:
     """Remove the arguments of an aggregator, and return the ones with a value."""
     moved = {name: args.pop(name, None) for name in ("exclude_vars", "aggregation_weights")}
     return {name: value for name, value in moved.items() if value}
+
+
+def _start_of_script(command: Sequence[str]) -> int | None:
+    """Return where in a command the training script begins: at its file, or at `-m` and a module; None if nowhere."""
+    launched = False
+    for at, word in enumerate(command):
+        if word == "-m" and command[at + 1 : at + 2] and command[at + 1] in _LAUNCHER_MODULES:
+            continue
+        if launched and (word == "-m" or word.endswith(".py")):
+            return at
+        launched = launched or _LAUNCHERS.fullmatch(word.rpartition("/")[2]) is not None
+    return None
 
 
 def _set_class(part: dict[str, Any], name: str) -> None:

@@ -173,9 +173,52 @@ def test_a_training_script_in_its_own_process(tmp_path, arguments):
     """Only the script itself can receive on disk there: a note says how."""
     recipe = StockFedAvg(launch_external_process=True, **arguments)
     recipe.export(str(tmp_path / "jobs"))
-    (note,) = adapt_job(tmp_path / "jobs" / "fedavg", 3).notes
-    assert note.endswith("call nvflare_lazy.install() in it before flare.init()")
-    assert adapt_job(tmp_path / "jobs" / "fedavg", 2).notes == []
+    folder = tmp_path / "jobs" / "fedavg"
+    (note,) = adapt_job(folder, 3).notes
+    assert note.endswith("call nvflare_lazy.install() in it before flare.init(), or set install_in_trainers")
+    assert adapt_job(folder, 2).notes == []
+    job = adapt_job(folder, 3, AdaptationOptions(install_in_trainers=True))
+    job.write()
+    assert job.notes == adapt_job(folder, 3).notes == []
+    executor = configs(folder)["client"]["executors"][0]["executor"]["args"]
+    assert executor["command"] == ["python3", "-u", "-m", "nvflare_lazy.flare.install", "custom/train.py"]
+    assert adapt_job(folder, 3, AdaptationOptions(install_in_trainers=True)).changed == []
+
+
+INSTALL = "-m nvflare_lazy.flare.install"
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python3.11 -u custom/train.py --epochs 1", f"python3.11 -u {INSTALL} custom/train.py --epochs 1"),
+        ("env A=b /opt/bin/python -m mine.train x.py", f"env A=b /opt/bin/python {INSTALL} -m mine.train x.py"),
+        ("torchrun --nproc_per_node 2 train.py", f"torchrun --nproc_per_node 2 {INSTALL} train.py"),
+        ("python -m torch.distributed.run train.py", f"python -m torch.distributed.run {INSTALL} train.py"),
+        ("accelerate launch -m mine.train", f"accelerate launch {INSTALL} -m mine.train"),
+        ("bash train.sh", None),
+        ("./train.py", None),
+    ],
+)
+def test_commands_that_start_a_training_script(command, expected):
+    """`install()` comes first in each process that runs the script; a command that is not understood is refused."""
+    args = {"execution_mode": "external_process", "command": command}
+    client = {"executors": [{"tasks": ["*"], "executor": {"path": "some.Executor", "args": args}}], "components": []}
+    configs = [SiteConfig("client", False, client)]
+    if expected is None:
+        with pytest.raises(JobAdaptationError, match=r"call nvflare_lazy.install\(\) in the script"):
+            mapping.adapt_configs(configs, 1, AdaptationOptions(install_in_trainers=True))
+    else:
+        mapping.adapt_configs(configs, 1, AdaptationOptions(install_in_trainers=True))
+        assert args["command"] == expected.split()
+
+
+def test_only_trainers_that_the_client_starts(tmp_path, arguments):
+    """A script in the client's own process has nowhere to be preceded by anything."""
+    recipe = StockFedAvg(**arguments)
+    make_lazy(recipe, install_in_trainers=True)
+    with pytest.raises(JobAdaptationError, match="install_in_trainers requires executors"):
+        recipe.export(str(tmp_path / "jobs"))
 
 
 @pytest.mark.parametrize("level", [1, 2])
