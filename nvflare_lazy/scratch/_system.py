@@ -79,20 +79,33 @@ def remove_tree(name: str, *, dir_fd: int) -> None:
     raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), name)
 
 
-def tree_size(name: str, *, dir_fd: int, depth: int = _MAX_COUNTED_DEPTH) -> int:
-    """Return the size of all files below a directory; files that are removed meanwhile are not counted.
+def tree_size(name: str, *, dir_fd: int) -> int:
+    """Return how many bytes removing a directory would free; files that are removed meanwhile are not counted.
 
-    Mounted file systems are not counted, and neither are directories that are deeper than those of this package.
+    A file with a name elsewhere is not counted, because another process keeps it. Mounted file systems are not counted,
+    and neither are directories that are deeper than those of this package.
     """
+    linked: dict[tuple[int, int], tuple[int, os.stat_result]] = {}
+    size = _count_bytes(name, dir_fd, _MAX_COUNTED_DEPTH, linked)
+    return size + sum(status.st_size for count, status in linked.values() if count == status.st_nlink)
+
+
+def _count_bytes(name: str, dir_fd: int, depth: int, linked: dict[tuple[int, int], tuple[int, os.stat_result]]) -> int:
+    """Return the size of the files with one name below a directory, and count the names of each other file."""
     size = 0
     with contextlib.suppress(OSError), opened_directory(name, dir_fd=dir_fd) as fd, os.scandir(fd) as entries:
         _check_mount(name, fd, dir_fd)
         for entry in entries:
             with contextlib.suppress(OSError):
-                if not entry.is_dir(follow_symlinks=False):
-                    size += entry.stat(follow_symlinks=False).st_size
-                elif depth:
-                    size += tree_size(entry.name, dir_fd=fd, depth=depth - 1)
+                if entry.is_dir(follow_symlinks=False):
+                    size += _count_bytes(entry.name, fd, depth - 1, linked) if depth else 0
+                    continue
+                status = entry.stat(follow_symlinks=False)
+                if status.st_nlink == 1:
+                    size += status.st_size
+                else:
+                    key = status.st_dev, status.st_ino
+                    linked[key] = linked.get(key, (0, status))[0] + 1, status
     return size
 
 

@@ -27,7 +27,6 @@ from nvflare_lazy.scratch._system import (
     to_scratch_error,
 )
 from nvflare_lazy.scratch.file import ScratchFile
-from nvflare_lazy.scratch.rendezvous import check_id, open_checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -105,7 +104,7 @@ class DownloadScratch:
             QuotaExceededError: If the job may not hold that much.
             ScratchError: If the file was taken back, is not as described, or cannot be linked here.
         """
-        file = self._directory.take_link(visited, check_id(id), f"{next(self._numbers):05d}.safetensors", nbytes)
+        file = self._directory.take_link(visited, id, f"{next(self._numbers):05d}.safetensors", nbytes)
         file.own(self)
         return file
 
@@ -253,17 +252,13 @@ class DownloadDirectory:
                 self.reservation.adopt(self._adopted.get(file_name, 0), status.st_size)
                 self._adopted[file_name] = status.st_size
 
-    def take_link(self, visited: VisitedRendezvous, id: str, file_name: str, nbytes: int) -> TensorFile:
+    def take_link(self, visited: VisitedRendezvous, id: object, file_name: str, nbytes: int) -> TensorFile:
         """Link a shown file into the directory and open it."""
         path = self.path / file_name
         with self.writing():
             self.reservation.adopt(0, nbytes)
             try:
-                try:
-                    os.link(id, file_name, src_dir_fd=visited.fd, dst_dir_fd=self._fd, follow_symlinks=False)
-                except OSError as error:
-                    raise to_scratch_error(error, "link a shared file to", path) from error
-                return open_checked(file_name, self._fd, path, nbytes)
+                return visited.take(id, nbytes, self._fd, path)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(file_name, dir_fd=self._fd)

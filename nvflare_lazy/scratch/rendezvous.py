@@ -18,7 +18,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from nvflare_lazy.errors import ScratchDeletedError, ScratchError, ScratchPermissionError
+from nvflare_lazy.errors import ScratchError, ScratchPermissionError, ScratchReleasedError, TruncatedSourceError
 from nvflare_lazy.scratch._lease import boot_id
 from nvflare_lazy.scratch._system import (
     close_private,
@@ -26,13 +26,14 @@ from nvflare_lazy.scratch._system import (
     make_private_directory,
     open_directory,
     opened_directory,
+    remove_tree,
     to_scratch_error,
 )
 from nvflare_lazy.scratch.root import open_root
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
     from types import TracebackType
 
@@ -83,12 +84,17 @@ class Rendezvous:
         self._shown: dict[tuple[int, int], tuple[int, int]] = {}
         try:
             self._fd = keep_private(make_private_directory(_NAME, dir_fd=job_fd))
-            probe = os.open(_PROBE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
-            os.fchmod(probe, 0o600)  # whatever the umask was
-            os.write(probe, self._secret)
-            os.close(probe)
         except OSError as error:
             raise to_scratch_error(error, "make a directory for shared files in", lease) from error
+        try:
+            self._write_probe()
+        except OSError as error:
+            self.close()
+            remove_tree(_NAME, dir_fd=job_fd)
+            raise ScratchError(
+                f"cannot share files through {lease}: {error}; use a scratch root on a file system with hard links, "
+                "and mount /proc"
+            ) from error
 
     def proof(self, ref_id: str) -> str:
         """Return what only a process that can read this directory can compute for a download."""
@@ -112,7 +118,7 @@ class Rendezvous:
             with self._lock:
                 self._protect(fd, status)
                 try:
-                    os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=self._fd, follow_symlinks=True)
+                    self._link(fd, name)
                 except BaseException:
                     self._unprotect(fd, status)
                     raise
@@ -138,6 +144,21 @@ class Rendezvous:
                         self._unprotect(fd, os.fstat(fd))
                     finally:
                         os.close(fd)
+
+    def _write_probe(self) -> None:
+        """Write the secret, and make sure that files can be linked here."""
+        probe = os.open(_PROBE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        try:
+            os.fchmod(probe, 0o600)  # whatever the umask was
+            os.write(probe, self._secret)
+            name = secrets.token_hex(16)
+            self._link(probe, name)
+            os.unlink(name, dir_fd=self._fd)
+        finally:
+            os.close(probe)
+
+    def _link(self, fd: int, name: str) -> None:
+        os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=self._fd, follow_symlinks=True)
 
     def close(self) -> None:
         """Close the directory, which is removed with the leased one."""
@@ -167,13 +188,66 @@ class VisitedRendezvous:
 
     def __init__(self, fd: int, lease: str, secret: bytes) -> None:
         self.lease = lease
-        self.fd = fd
+        self._fd = fd
         self._secret = secret
         self._finalizer = weakref.finalize(self, _close, keep_private(fd), os.getpid())
 
     def proof(self, ref_id: str) -> str:
         """Return the proof that this process can read the directory; see `Rendezvous.proof`."""
         return _hmac(self._secret, ref_id)
+
+    def take(self, id: object, nbytes: int, dir_fd: int, path: str | os.PathLike[str]) -> TensorFile:
+        """Link a shown file to `path`, in an open directory, and open it there. A failure may leave the link.
+
+        Raises:
+            ScratchError: If it was taken back, cannot be linked there, or is not as the sender describes it.
+        """
+        with self._system_errors("link a shared file to", path):
+            name = os.path.basename(path)
+            os.link(_checked(id), name, src_dir_fd=self._fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+            return self._open(id, nbytes, name, dir_fd, path)
+
+    def open(self, id: object, nbytes: int) -> TensorFile:
+        """Open a shown file without a link.
+
+        Raises:
+            ScratchError: If it was taken back, or is not as the sender describes it.
+        """
+        name = _checked(id)
+        path = f"{self.lease}/{_NAME}/{name}"
+        with self._system_errors("open the shared file", path):
+            return self._open(id, nbytes, name, self._fd, path)
+
+    def _open(self, id: object, nbytes: int, name: str, dir_fd: int, path: str | os.PathLike[str]) -> TensorFile:
+        fd = os.open(name, _READ, dir_fd=dir_fd)
+        try:
+            status = os.fstat(fd)
+            is_safe = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if not stat.S_ISREG(status.st_mode) or not is_safe:
+                raise ScratchPermissionError(
+                    f"cannot use the shared file {path}: expected a regular file that only this user may write to"
+                )
+            if status.st_size != nbytes:
+                raise ScratchError(f"the shared file {path} has {status.st_size} bytes, expected {nbytes}")
+            # The sender writes to a file again if it has taken it back, and then finds no link and no descriptor. A
+            # link or descriptor that it has not found is too late, and is only used if the file is still shown.
+            if not os.path.samestat(os.stat(_checked(id), dir_fd=self._fd, follow_symlinks=False), status):
+                raise ScratchError(f"the shared file {path} was replaced by another one")
+            return TensorFile(path, descriptor=fd, shareable=True)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @contextlib.contextmanager
+    def _system_errors(self, doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
+        try:
+            yield
+        except ScratchError:
+            raise
+        except FileNotFoundError as error:
+            raise ScratchReleasedError(f"cannot {doing} {path}: the sender has taken it back") from error
+        except OSError as error:
+            raise to_scratch_error(error, doing, path) from error
 
     def close(self) -> None:
         """Close the directory; a second call does nothing."""
@@ -222,44 +296,8 @@ def visit(root: Path, lease: object) -> VisitedRendezvous | None:
 
 
 def open_shown(visited: VisitedRendezvous, id: object, nbytes: int) -> TensorFile:
-    """Open a shown file for reading, without taking a link.
-
-    Raises:
-        ScratchError: If it was taken back, or is not a file as the sender describes it.
-    """
-    return open_checked(check_id(id), visited.fd, f"{visited.lease}/{_NAME}/{id}", nbytes)
-
-
-def check_id(id: object) -> str:
-    """Return an id from a sender if it is one; it becomes a file name.
-
-    Raises:
-        ScratchError: If it is anything else.
-    """
-    if not isinstance(id, str) or not _ID.fullmatch(id):
-        raise ScratchError("invalid id of a shared file: expected 32 hexadecimal digits")
-    return id
-
-
-def open_checked(name: str, dir_fd: int, path: str | os.PathLike[str], nbytes: int) -> TensorFile:
-    """Open a file of another process that other users cannot change, and that has the expected size.
-
-    Raises:
-        ScratchError: If it is missing, or anything else.
-    """
-    try:
-        fd = os.open(name, _READ, dir_fd=dir_fd)
-        status = os.fstat(fd)
-    except OSError as error:
-        raise to_scratch_error(error, "open the shared file", path) from error
-    is_safe = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if not stat.S_ISREG(status.st_mode) or not is_safe:
-        os.close(fd)
-        raise ScratchPermissionError(f"cannot use the shared file {path}: it is not a regular file of this user alone")
-    if status.st_size != nbytes:
-        os.close(fd)
-        raise ScratchError(f"the shared file {path} has {status.st_size} bytes, expected {nbytes}")
-    return TensorFile(path, descriptor=fd, shareable=True)
+    """Open a shown file for reading, without a link; see `VisitedRendezvous.open`."""
+    return visited.open(id, nbytes)
 
 
 def is_ours(file: TensorFile) -> bool:
@@ -284,11 +322,18 @@ def copy_ranges(source_fd: int, ranges: Iterable[tuple[int, int, int]], file: Sc
         file: The scratch file. Its `ScratchReleasedError`, `QuotaExceededError` and `DiskFullError` end the copy.
 
     Raises:
-        ScratchDeletedError: If the source is shorter than that.
+        TruncatedSourceError: If the source is shorter than that.
     """
     for start, nbytes, at in ranges:
         if file.copy_from(source_fd, start, nbytes, at) != nbytes:
-            raise ScratchDeletedError(f"cannot copy to {file.path}: the source was cut short after it was opened")
+            raise TruncatedSourceError(f"cannot copy to {file.path}: the source was cut short after it was opened")
+
+
+def _checked(id: object) -> str:
+    """Return an id from a sender if it is one; it becomes a file name."""
+    if not isinstance(id, str) or not _ID.fullmatch(id):
+        raise ScratchError("invalid id of a shared file: expected 32 hexadecimal digits")
+    return id
 
 
 def _is_private(fd: int) -> bool:

@@ -139,6 +139,19 @@ def write_without_end(file, block: bytes) -> None:
         file.pwrite(block, number * len(block))
 
 
+def written(job: JobScratch, data: bytes) -> TensorFile:
+    """A finished file in a download of its own, which it keeps."""
+    file = job.download().new_file()
+    file.pwrite(data, 0)
+    return file.finish()
+
+
+def show(job: JobScratch, file: TensorFile) -> str:
+    """Show a file to other processes; return its id."""
+    with file.descriptor() as fd:
+        return job.rendezvous().show(fd)
+
+
 def bytes_of(file: TensorFile) -> bytes:
     """Everything in an open file."""
     return bytes(FileSource(file, 0, file.size).read())

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from nvflare_lazy.errors import QuotaExceededError, ScratchError
+from nvflare_lazy.errors import QuotaExceededError, ScratchError, TruncatedSourceError
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.scratch.rendezvous import copy_ranges, host_token, is_ours, open_shown
 from nvflare_lazy.tensors.tensor_file import TensorFile
-from tests.scratch.conftest import bytes_of, names
+from tests.scratch.conftest import bytes_of, names, show, written
 
 MIB = 1 << 20
 DATA = os.urandom(3 * MIB)
@@ -25,20 +25,9 @@ def receiver(root):
         yield receiver
 
 
-def written(job, data=DATA):
-    file = job.download("spill").new_file()
-    file.pwrite(data, 0)
-    return file.finish()
-
-
-def show(job, file):
-    with file.descriptor() as fd:
-        return job.rendezvous().show(fd)
-
-
 def test_a_shown_file_is_taken_as_a_link(job, receiver):
     """No byte is copied, the receiver counts the file, and the link outlives the sender."""
-    file = written(job)
+    file = written(job, DATA)
     assert is_ours(file)
     id = show(job, file)
     with receiver.visit(job.rendezvous().lease) as visited:
@@ -60,10 +49,11 @@ def test_a_shown_file_is_taken_as_a_link(job, receiver):
 
 def test_a_lent_file_is_written_again_after_the_receiver_has_removed_its_link(job, receiver):
     """It is neither written nor counted as free before."""
-    file = written(job)
+    file = written(job, DATA)
     inode = os.stat(file.path).st_ino
     id = show(job, file)
     assert os.stat(file.path).st_mode & 0o777 == 0o400
+    assert job.free() <= os.statvfs(job.path).f_bavail * os.statvfs(job.path).f_frsize
     with receiver.visit(job.rendezvous().lease) as visited:
         taken = receiver.download().take_link(visited, id, len(DATA))
     job.rendezvous().take_back([id])
@@ -72,13 +62,13 @@ def test_a_lent_file_is_written_again_after_the_receiver_has_removed_its_link(jo
     assert os.stat(other.path).st_ino != inode
     assert bytes_of(taken) == DATA
     del taken, other
-    again = {os.stat(file.path).st_ino for file in (written(job), written(job))}
+    again = {os.stat(file.path).st_ino for file in (written(job, DATA), written(job, DATA))}
     assert inode in again
 
 
 def test_a_failed_link_counts_nothing(job, receiver):
     """The quota has room for it afterwards, and nothing is left in the directory."""
-    file = written(job)
+    file = written(job, DATA)
     id = show(job, file)
     download = receiver.download()
     with receiver.visit(job.rendezvous().lease) as visited:
@@ -94,11 +84,11 @@ def test_a_failed_link_counts_nothing(job, receiver):
 
 def test_ranges_are_copied(job):
     """Also from a file that is not ours."""
-    source = written(job)
+    source = written(job, DATA)
     file = job.download().new_file()
     with source.descriptor() as fd:
         copy_ranges(fd, [(MIB, 2 * MIB, 0), (0, 10, 2 * MIB)], file)
-        with pytest.raises(ScratchError):
+        with pytest.raises(TruncatedSourceError):
             copy_ranges(fd, [(MIB, 3 * MIB, 0)], job.download().new_file())
     assert bytes_of(file.finish()) == DATA[MIB:] + DATA[:10]
 
