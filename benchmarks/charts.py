@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -20,6 +19,7 @@ NAMES = {
     "level-1": "nvflare-lazy, level 1",
     "level-2": "nvflare-lazy, level 2",
     "level-3": "nvflare-lazy, level 3",
+    "level-3-apart": "nvflare-lazy, level 3, server apart",
 }
 # Also distinct in grey, and for color-blind readers.
 COLORS = {
@@ -28,8 +28,12 @@ COLORS = {
     "level-1": "#92c5de",
     "level-2": "#4393c3",
     "level-3": "#053061",
+    "level-3-apart": "#5e3c99",
 }
-MARKERS = {"stock": "o", "offload": "s", "level-1": "v", "level-2": "D", "level-3": "^"}
+MARKERS = {"stock": "o", "offload": "s", "level-1": "v", "level-2": "D", "level-3": "^", "level-3-apart": "P"}
+
+#: Median, lowest and highest value.
+Spread = tuple[float, float, float]
 
 GIB = 1024 * MIB
 
@@ -50,16 +54,16 @@ def timeline(runs: Mapping[str, tuple[Sequence[tuple[float, int]], int]], path: 
     _finish(figure, axes, path)
 
 
-def peaks(rows: Mapping[str, Mapping[float, Sequence[float]]], path: Path, title: str, axis: str) -> None:
-    """Draw peak server memory (bytes) against a number; several measurements of a point show as a range."""
+def peaks(rows: Mapping[str, Mapping[float, Spread]], path: Path, title: str, axis: str) -> None:
+    """Draw peak server memory (bytes: median, lowest, highest) against a number."""
     figure, axes = _figure(title)
-    ends = {mode: median(points[max(points)]) / GIB for mode, points in rows.items()}
+    ends = {mode: points[max(points)][0] / GIB for mode, points in rows.items()}
     heights = _apart(ends, 0.045 * max(ends.values()))
     for mode, points in rows.items():
         xs = sorted(points)
-        middle = [median(points[x]) / GIB for x in xs]
-        low = [m - min(points[x]) / GIB for m, x in zip(middle, xs, strict=True)]
-        high = [max(points[x]) / GIB - m for m, x in zip(middle, xs, strict=True)]
+        middle = [points[x][0] / GIB for x in xs]
+        low = [m - points[x][1] / GIB for m, x in zip(middle, xs, strict=True)]
+        high = [points[x][2] / GIB - m for m, x in zip(middle, xs, strict=True)]
         axes.errorbar(
             xs, middle, yerr=[low, high], color=COLORS[mode], marker=MARKERS[mode], capsize=3, label=NAMES[mode]
         )
@@ -67,8 +71,10 @@ def peaks(rows: Mapping[str, Mapping[float, Sequence[float]]], path: Path, title
             f"{middle[-1]:.2f}", (xs[-1], heights[mode]), textcoords="offset points", xytext=(8, 0), color=COLORS[mode]
         )
     axes.set_xlabel(axis)
-    axes.set_ylabel("server process, peak anonymous memory in GiB (median)")
-    axes.set_xticks(sorted({x for points in rows.values() for x in points}))
+    axes.set_ylabel("server process, peak anonymous memory in GiB")
+    ticks = sorted({x for points in rows.values() for x in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     _finish(figure, axes, path)
 
 
@@ -81,16 +87,15 @@ def _apart(ends: Mapping[str, float], least: float) -> dict[str, float]:
     return heights
 
 
-def round_times(rows: Mapping[str, Sequence[float]], path: Path, title: str) -> None:
-    """Draw the time of a round for each mode: the median of its runs, each the mean of its rounds, with their range."""
+def bars(rows: Mapping[str, Spread], path: Path, title: str, axis: str) -> None:
+    """Draw a number for each mode: median, lowest, highest."""
     figure, axes = _figure(title)
-    for place, (mode, seconds) in enumerate(rows.items()):
-        middle = median(seconds)
+    for place, (mode, (middle, low, high)) in enumerate(rows.items()):
         axes.bar(place, middle, color=COLORS[mode], width=0.6)
-        axes.errorbar(place, middle, yerr=[[middle - min(seconds)], [max(seconds) - middle]], color="black", capsize=4)
-        axes.annotate(f"{middle:.1f} s", (place, middle), textcoords="offset points", xytext=(8, 6))
+        axes.errorbar(place, middle, yerr=[[middle - low], [high - middle]], color="black", capsize=4)
+        axes.annotate(f"{middle:.1f}", (place, middle), textcoords="offset points", xytext=(8, 6))
     axes.set_xticks(range(len(rows)), [NAMES[mode].replace(", ", ",\n") for mode in rows])
-    axes.set_ylabel("seconds per round: median and range of the runs")
+    axes.set_ylabel(f"{axis}: median and range of the runs")
     _finish(figure, axes, path, legend=False)
 
 

@@ -200,6 +200,7 @@ def run_in_poc(
     log = run_dir / "log.txt"
     return RunResult(
         job=job,
+        started=sampler.started,
         seconds=seconds,
         status=0 if status.startswith("FINISHED:COMPLETED") else 1,
         samples=sampler.samples,

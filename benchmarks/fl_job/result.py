@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -24,6 +25,7 @@ class RunResult:
     """Samples, times and files of one run."""
 
     job: FLJob
+    started: float
     seconds: float
     status: int
     samples: list[Sample]
@@ -49,6 +51,15 @@ class RunResult:
         return self.peak("server")
 
     @property
+    def peaks(self) -> dict[str, int]:
+        """Most anonymous memory of one process of each role."""
+        names = self._role_names()
+        peaks: dict[str, int] = defaultdict(int)
+        for sample in self.samples:
+            peaks[names[sample.pid]] = max(peaks[names[sample.pid]], sample.anon)
+        return dict(peaks)
+
+    @property
     def server_timeline(self) -> list[tuple[float, int]]:
         """Seconds and anonymous memory of the server's job process, and not of those that only started it."""
         servers = [sample for sample in self.samples if sample.role == "server"]
@@ -61,10 +72,58 @@ class RunResult:
         return self.peak("client")
 
     @property
+    def cpu_by_role(self) -> dict[str, float]:
+        """CPU seconds of all processes of each role while the job was watched.
+
+        A process that ends before it is noticed is missing, and the last moment of any other.
+        """
+        names = self._role_names()
+        first = min((sample.seconds for sample in self.samples), default=0.0)
+        before = {sample.pid: sample.cpu for sample in self.samples if sample.seconds == first}
+        seconds: dict[str, float] = defaultdict(float)
+        for pid, cpu in {sample.pid: sample.cpu for sample in self.samples}.items():
+            seconds[names[pid]] += cpu - before.get(pid, 0.0)
+        return dict(seconds)
+
+    @property
     def cpu_seconds(self) -> float:
-        """CPU seconds of all processes together, but for those that ended before they were noticed."""
-        last = {sample.pid: sample.cpu for sample in self.samples}
-        return sum(last.values())
+        """Sum of `cpu_by_role`."""
+        return sum(self.cpu_by_role.values())
+
+    def _role_names(self) -> dict[int, str]:
+        """Return the role of each process without its site; a process that was just forked still looks like another."""
+        return {sample.pid: sample.role.partition("-")[0] for sample in self.samples}
+
+    @property
+    def written_per_round(self) -> float:
+        """Bytes given to write calls in a round, mean of all rounds; the first model is written before them.
+
+        Parents would count their children a second time, and none of the others has a child that ends in a round.
+        """
+        start, end = self._extent([sample.seconds for sample in self.samples])
+        names = self._role_names()
+        before: dict[int, int] = defaultdict(int)
+        after: dict[int, int] = defaultdict(int)
+        for sample in self.samples:
+            if names[sample.pid] in ("server", "client", "trainer"):
+                if sample.seconds <= start:
+                    before[sample.pid] = sample.written
+                if sample.seconds <= end:
+                    after[sample.pid] = sample.written
+        return (sum(after.values()) - sum(before.values())) / len(self.round_seconds)
+
+    @property
+    def sockets_per_round(self) -> float:
+        """Bytes that loopback carried in a round, mean of all rounds."""
+        start, end = self._extent([sample.seconds for sample in self.machine_samples])
+        carried = [sample.sockets for sample in self.machine_samples if start <= sample.seconds <= end]
+        return (carried[-1] - carried[0]) / len(self.round_seconds)
+
+    def _extent(self, sampled: list[float]) -> tuple[float, float]:
+        """Return the last moment with samples before the first round, and the first one after the last round."""
+        times = self._boundaries()
+        start, end = times[0] - self.started, times[-1] - self.started
+        return max(t for t in sampled if t <= start), min((t for t in sampled if t >= end), default=end)
 
     @property
     def scratch_peak(self) -> int:
@@ -80,12 +139,14 @@ class RunResult:
     @property
     def round_seconds(self) -> list[float]:
         """Seconds of each round, from the server's log."""
-        times = [
+        return [after - before for before, after in pairwise(self._boundaries())]
+
+    def _boundaries(self) -> list[float]:
+        return [
             datetime.strptime(record["asctime"], "%Y-%m-%d %H:%M:%S,%f").timestamp()
             for record in self.records
             if _ROUND.search(record["message"]) or _END.search(record["message"])
         ]
-        return [after - before for before, after in pairwise(times)]
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers that matter, ready for JSON or a table."""
@@ -104,6 +165,7 @@ class RunResult:
             "page_cache_growth_mib": round(self.page_cache_peak / MIB),
             "round_seconds": [round(seconds, 2) for seconds in rounds],
             "seconds": round(self.seconds, 1),
+            "cpu_seconds": {role: round(seconds, 1) for role, seconds in self.cpu_by_role.items()},
         }
 
     def to_json(self) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of every process of a job over time, as the kernel counts it.
+"""Memory, CPU and bytes of every process of a job over time, as the kernel counts them.
 
 Anonymous memory (RssAnon) is what a process really takes from others; mapped files and the page cache are not in it.
 """
@@ -13,10 +13,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.fl_job.network import loopback_bytes
+
 
 @dataclass(frozen=True)
 class Sample:
-    """One process at one moment. Sizes are bytes; disk counts and CPU seconds are totals since the process began."""
+    """One process at one moment. Sizes are bytes; other counts and CPU seconds are totals since the process began.
+
+    `written` is what the process gave to write calls, while `disk_written` has reached the disk. Both include children
+    that have ended.
+    """
 
     seconds: float
     role: str
@@ -25,17 +31,21 @@ class Sample:
     file: int
     disk_read: int
     disk_written: int
+    written: int
     cpu: float
 
 
 @dataclass(frozen=True)
 class MachineSample:
-    """The scratch and the page cache at one moment, in bytes; the cache is the whole machine's."""
+    """The scratch, the page cache and loopback's traffic so far, in bytes; the last two are the whole machine's.
+
+    After `separate_loopback`, the traffic is only that of the measured processes.
+    """
 
     seconds: float
     scratch: int
     page_cache: int
-    dirty: int
+    sockets: int
 
 
 class Sampler:
@@ -67,18 +77,15 @@ class Sampler:
 
     def _run(self) -> None:
         looked = -1.0
+        scratch = 0
         watched: dict[int, str] = {}
         while not self._end.wait(self._interval):
             now = time.time() - self.started
             if now - looked > 0.3:
                 watched, looked = self._roles(), now
-                self.machine_samples.append(self._machine(now))
+                scratch = sum(map(size_on_disk, self._scratch))
+            self.machine_samples.append(MachineSample(now, scratch, page_cache(), loopback_bytes()))
             self.samples.extend(sample for pid, role in watched.items() if (sample := take(now, role, pid)) is not None)
-
-    def _machine(self, now: float) -> MachineSample:
-        memory = dict(_fields(Path("/proc/meminfo")))
-        cached, dirty = (int(memory[name].split()[0]) * 1024 for name in ("Cached", "Dirty"))
-        return MachineSample(now, sum(map(size_on_disk, self._scratch)), cached, dirty)
 
 
 def take(seconds: float, role: str, pid: int) -> Sample | None:
@@ -95,10 +102,16 @@ def take(seconds: float, role: str, pid: int) -> Sample | None:
             file=int(status["RssFile"].split()[0]) * 1024,
             disk_read=int(io["read_bytes"]),
             disk_written=int(io["write_bytes"]),
+            written=int(io["wchar"]),
             cpu=sum(map(int, times)) / os.sysconf("SC_CLK_TCK"),
         )
     except (OSError, KeyError):
         return None
+
+
+def page_cache() -> int:
+    """Return the size of the machine's page cache."""
+    return int(dict(_fields(Path("/proc/meminfo")))["Cached"].split()[0]) * 1024
 
 
 def size_on_disk(directory: Path) -> int:

@@ -71,6 +71,7 @@ def run_in_simulator(
     log = workspace / "server" / "log.txt"
     return RunResult(
         job=job,
+        started=sampler.started,
         seconds=seconds,
         status=status,
         samples=sampler.samples,
