@@ -92,6 +92,8 @@ class TensorOffload(FLComponent):
             model, and at least 64 MiB. Other clients have no limit, and there is none while no model is known.
         params_type: On the server: "FULL" if clients send models, "DIFF" if they send differences; other results are
             rejected. Default: with NVFlare's FedAvg, the kind of most results of the previous round.
+        handoff: Whether processes on one host, with one scratch root, may take the files of a payload instead of
+            receiving its bytes.
 
     Example:
         >>> {"id": "offload", "path": "nvflare_lazy.flare.TensorOffload", "args": {"scratch_dir": "/data/scratch"}}
@@ -105,10 +107,12 @@ class TensorOffload(FLComponent):
         memory_budget: int | str = DEFAULT_MEMORY_BUDGET,
         max_result_size: int | str | None = None,
         params_type: ParamsType | None = None,
+        handoff: bool = True,
     ) -> None:
         super().__init__()
         check_params_type(params_type)
         self.params_type = params_type
+        self.handoff = handoff
         self.scratch_dir = scratch_dir
         self.scratch_quota = scratch_quota
         self.min_free = min_free
@@ -204,7 +208,9 @@ class TensorOffload(FLComponent):
         if self._scratch is None:
             return
         limits = PayloadLimits(self._max_result_bytes)
-        self._mode_before = offload.runtime.use(offload.ReceiveMode(self._scratch, self._inflight_bytes, limits))
+        self._mode_before = offload.runtime.use(
+            offload.ReceiveMode(self._scratch, self._inflight_bytes, limits, self.handoff)
+        )
         self._memory = MallocTrimmer(parse_size(self.memory_budget), purpose)
         offload.runtime.on_buffers_released.append(self._memory.trim_excess)
         job_context.set_offload(fl_ctx, self)

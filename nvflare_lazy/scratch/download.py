@@ -108,6 +108,11 @@ class DownloadScratch:
         file.own(self)
         return file
 
+    def drop_link(self, file: TensorFile) -> None:
+        """Undo `take_link`: the file is closed, its link is removed, and it no longer counts."""
+        file.close()
+        self._directory.drop_link(os.path.basename(file.path), file.size)
+
     def release(self) -> None:
         """Remove the directory and release its bytes; when this returns, it is gone.
 
@@ -260,10 +265,14 @@ class DownloadDirectory:
             try:
                 return visited.take(id, nbytes, self._fd, path)
             except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(file_name, dir_fd=self._fd)
-                self.reservation.release_unused(nbytes, 0)
+                self.drop_link(file_name, nbytes)
                 raise
+
+    def drop_link(self, file_name: str, nbytes: int) -> None:
+        """Remove a link and release its bytes; those of a released directory are released with it."""
+        with contextlib.suppress(OSError):
+            os.unlink(file_name, dir_fd=self._fd)
+        self.reservation.release_unused(nbytes, 0)
 
     def record_complete(self, file_name: str, unused: int, pending: int) -> None:
         """Record that a file was received completely: only such files are recycled.

@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy.errors import TransferAbortedError
+from nvflare_lazy.scratch import DownloadScratch
 from nvflare_lazy.tensors.tensor_file import TemporaryPath, TensorFile
 from nvflare_lazy.transport import _nvflare_private
 from nvflare_lazy.transport._received_files import AppendingShards, PreallocatedShards, ReceiveDirectory
 from nvflare_lazy.transport.receive import PayloadConsumer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
+    from nvflare_lazy.scratch.rendezvous import VisitedRendezvous
+    from nvflare_lazy.tensors.tensor_file import FileSource
     from nvflare_lazy.transport._backends import ArrayBackend
-    from nvflare_lazy.transport.segments.manifest import Manifest
+    from nvflare_lazy.transport.handoff.wire import ShownFile
+    from nvflare_lazy.transport.segments.manifest import Manifest, ManifestItem
 
 
 class UnmanagedDirectory:
@@ -118,8 +122,7 @@ class DiskConsumer(PayloadConsumer):
             raise TypeError(f"items must be a list, not a {type(items).__name__}")
         result = {} if result is None else result
         with self._lock:
-            if self._cleaned:
-                raise TransferAbortedError(f"the download from {self._sender} was cancelled")
+            self._raise_if_cleaned()
             if not isinstance(self._shards, AppendingShards):
                 self._shards = AppendingShards(self.backend, self.directory)
             for item in items:
@@ -131,15 +134,41 @@ class DiskConsumer(PayloadConsumer):
     def open_sink(self, manifest: Manifest) -> PreallocatedShards:
         """Write these values."""
         with self._lock:
-            if self._cleaned:
-                raise TransferAbortedError(f"the download from {self._sender} was cancelled")
+            self._raise_if_cleaned()
             self._shards = PreallocatedShards(manifest, self.backend, self.directory)
             return self._shards
+
+    @property
+    def takes_files(self) -> bool:
+        """Whether the directory is one of the job's scratch, which can own links."""
+        return isinstance(self.directory, DownloadScratch)
+
+    def open_shown(self, visited: VisitedRendezvous, shown: ShownFile) -> TensorFile:
+        """Take a link to a file, in the directory."""
+        assert isinstance(self.directory, DownloadScratch)
+        return self.directory.take_link(visited, shown.id, shown.nbytes)
+
+    def drop_shown(self, file: TensorFile) -> None:
+        """Remove the link."""
+        assert isinstance(self.directory, DownloadScratch)
+        self.directory.drop_link(file)
+
+    def take_sources(self, manifest: Manifest, source_of: Callable[[ManifestItem], FileSource]) -> None:
+        """Make lazy values of the files."""
+        with self._lock:
+            self._raise_if_cleaned()
+            self._received = {
+                item.name: self.backend.lazy(source_of(item), item.dtype, item.shape) for item in manifest.items
+            }
 
     def finish(self) -> None:
         """Complete the files."""
         with self._lock:
             self._finish_files()
+
+    def _raise_if_cleaned(self) -> None:
+        if self._cleaned:
+            raise TransferAbortedError(f"the download from {self._sender} was cancelled")
 
     def _finish_files(self) -> None:
         if self._shards is not None:

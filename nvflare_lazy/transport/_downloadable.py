@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nvflare_lazy.tensors.byte_source import ByteSource
+    from nvflare_lazy.tensors.tensor_file import TensorFile
     from nvflare_lazy.transport._backends import ArrayBackend
     from nvflare_lazy.transport._flow_control import Slot
     from nvflare_lazy.transport.offload import TransferRuntime
@@ -76,12 +77,16 @@ class PayloadDownloadable(CacheableObject):
         start = 0
         if state:
             start = _count(state.get(_nvflare_private.START, 0)) + _count(state.get(_nvflare_private.COUNT, 0))
-            for way in ways.WAYS:
-                way.continued(state, requester, self._runtime)
+        answer = self._answer(state, requester) if state else None
         self._note_request(requester, start if state else -1)
+        if answer is not None:
+            return ProduceRC.OK, [], answer
         if not state and self._ref_id is not None and self._cell is not None:
             # No items, and more keys in the state: a receiver without this package returns both and starts at item 0.
-            offers = {key: value for way in ways.WAYS for key, value in way.offer(self._payload).items()}
+            offers: dict[str, Any] = {}
+            for way in ways.WAYS:
+                for key, value in way.offer(self._payload, self._ref_id, self._runtime).items():
+                    offers[key] = {**offers[key], **value} if key in offers else value
             if offers:
                 return ProduceRC.OK, [], {_nvflare_private.START: 0, _nvflare_private.COUNT: 0, **offers}
         if start >= self.size:
@@ -98,6 +103,12 @@ class PayloadDownloadable(CacheableObject):
                 break
             items.append(self._payload.nvflare_item(start + len(items)))
         return ProduceRC.OK, items, {_nvflare_private.START: start, _nvflare_private.COUNT: len(items)}
+
+    def _answer(self, state: dict[str, Any], requester: str) -> dict[str, Any] | None:
+        """Let each way take what a request says, and return the state of the reply that one of them made."""
+        ref_id = self._ref_id
+        answers = [] if ref_id is None else [way.answer(state, ref_id, requester, self._runtime) for way in ways.WAYS]
+        return next((answer for answer in answers if answer is not None), None)
 
     def _note_request(self, requester: str, item: int) -> None:
         """Keep the transaction alive only for a receiver that asks for more than before."""
@@ -221,6 +232,10 @@ class Payload:
         if start < 0 or count < 0 or start + count > source.nbytes:
             raise ProtocolError(f"invalid request for bytes {start} to {start + count} of {source.nbytes} of {name!r}")
         return self._part(name, start, count)
+
+    def place_of(self, name: str) -> tuple[TensorFile, int] | None:
+        """Return the open file and the offset at which it contains a tensor's bytes, or None."""
+        return self.backend.source(self._held()[name]).file_range()
 
     def offset_of(self, name: str) -> int:
         """Return where a tensor begins in the payload's bytes."""

@@ -7,13 +7,17 @@ import threading
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nvflare_lazy.errors import ProtocolError
+from nvflare_lazy.errors import ProtocolError, SourceError, TransferError
+from nvflare_lazy.scratch.rendezvous import open_shown
 from nvflare_lazy.transport.receive import PayloadConsumer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from nvflare_lazy.scratch.rendezvous import VisitedRendezvous
+    from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
     from nvflare_lazy.transport._backends import ArrayBackend
+    from nvflare_lazy.transport.handoff.wire import ShownFile
     from nvflare_lazy.transport.segments.manifest import Manifest, ManifestItem
 
 
@@ -58,6 +62,29 @@ class MemoryConsumer(PayloadConsumer):
         self._order = [item.name for item in manifest.items]
         self._sink = MemorySink(manifest, self.backend, lambda name, value: self._deliver(name, value, self.result))
         return self._sink
+
+    def open_shown(self, visited: VisitedRendezvous, shown: ShownFile) -> TensorFile:
+        """Open a file to read it."""
+        return open_shown(visited, shown.id, shown.nbytes)
+
+    def take_sources(self, manifest: Manifest, source_of: Callable[[ManifestItem], FileSource]) -> None:
+        """Read all values, each directly into its final buffer.
+
+        Raises:
+            TransferError: If one cannot be read after the callback got others, which cannot be undone.
+        """
+        result: dict[str, Any] = {}
+        for item in manifest.items:
+            value, memory = self.backend.new(item.dtype, item.shape)
+            try:
+                source_of(item).read_into(memory)
+            except SourceError as error:
+                if self._received_cb is not None:
+                    raise TransferError(f"cannot read a tensor from {self._sender}: {error}") from error
+                self._seen.clear()
+                raise
+            self._deliver(item.name, value, result)
+        self.result = result
 
     def finish(self) -> None:
         """Put the result into the order of the sender."""

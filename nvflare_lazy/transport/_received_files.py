@@ -71,6 +71,7 @@ class PreallocatedShards:
     """Files for tensors of known names and shapes: bytes may arrive in any order and from many threads.
 
     Attributes:
+        files: The files, in the order of their bytes.
         locations: For each name, the path of its file and its name there. Complete after `finish()`.
     """
 
@@ -78,7 +79,7 @@ class PreallocatedShards:
         self.locations: dict[str, tuple[str, str]] = {}
         self._manifest = manifest
         self._backend = backend
-        self._files: list[WritableFile] = []
+        self.files: list[WritableFile] = []
         self._starts: list[int] = []  # where each file's data begins in the run of all bytes
         self._data_at: list[int] = []  # where it begins in the file
         try:
@@ -95,7 +96,7 @@ class PreallocatedShards:
             where="the received tensors",
         )
         file = directory.new_file()
-        self._files.append(file)
+        self.files.append(file)
         self._starts.append(start)
         self._data_at.append(len(header))
         file.preallocate(len(header) + group[-1].offset + group[-1].nbytes - start)
@@ -108,24 +109,32 @@ class PreallocatedShards:
             end = self._starts[index + 1] if index + 1 < len(self._starts) else self._manifest.nbytes
             part = data[: end - offset]
             if part:
-                self._files[index].pwrite(part, self._data_at[index] + offset - self._starts[index])
+                self.files[index].pwrite(part, self._data_at[index] + offset - self._starts[index])
             data, offset, index = data[len(part) :], offset + len(part), index + 1
 
     def release_rest(self, offset: int) -> None:
         """Release the space for bytes at or after an offset; see `Sink`."""
-        for file, start, data_at in zip(self._files, self._starts, self._data_at, strict=True):
+        for file, start, data_at in zip(self.files, self._starts, self._data_at, strict=True):
             file.release_tail(data_at + max(0, offset - start))
+
+    def place(self, offset: int) -> tuple[int, int]:
+        """Return which file contains the byte at an offset of the run of all bytes, and where."""
+        index = max(bisect_right(self._starts, offset) - 1, 0)
+        return index, self._data_at[index] + offset - self._starts[index]
+
+    def finish_files(self) -> list[TensorFile]:
+        """Complete the files and return them open for reading."""
+        return [file.finish() for file in self.files]
 
     def finish(self) -> dict[str, Any]:
         """Complete the files and return the lazy values by name."""
-        files = [file.finish() for file in self._files]
+        files = self.finish_files()
         names: dict[int, str] = {}
         received = {}
         for item in self._manifest.items:
-            index = max(bisect_right(self._starts, item.offset) - 1, 0)
+            index, at = self.place(item.offset)
             if not item.alias:
                 names[item.offset] = item.name
-            at = self._data_at[index] + item.offset - self._starts[index]
             source = FileSource(files[index], at, item.nbytes)
             received[item.name] = self._backend.lazy(source, item.dtype, item.shape)
             self.locations[item.name] = files[index].path, names[item.offset] if item.alias else item.name
@@ -133,7 +142,7 @@ class PreallocatedShards:
 
     def close(self) -> None:
         """Close the files without completing them."""
-        for file in self._files:
+        for file in self.files:
             file.close()
 
 

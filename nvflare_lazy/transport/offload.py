@@ -73,11 +73,13 @@ class ReceiveMode(NamedTuple):
         scratch: Where payloads go; None keeps them in memory.
         inflight_bytes: Bytes of memory that all downloads together may use in flight.
         limits: The most that one message may bring. Default: more than any model has.
+        handoff: Whether payloads to and from processes on this host may be handed over as files.
     """
 
     scratch: JobScratch | DefaultScratch | None
     inflight_bytes: int
     limits: PayloadLimits = PayloadLimits()
+    handoff: bool = True
 
 
 class TransferRuntime:
@@ -135,6 +137,12 @@ class TransferRuntime:
         mode = self._mode
         return PayloadLimits() if mode is None else mode.limits
 
+    @property
+    def handoff(self) -> bool:
+        """Whether payloads may be handed over as files."""
+        mode = self._mode
+        return mode is None or mode.handoff
+
     def limit_payloads(self, limits: PayloadLimits) -> None:
         """Change the limits of the mode in use, such as when the model is known; running transfers keep theirs."""
         with self._lock:
@@ -188,12 +196,12 @@ def enable(scratch: JobScratch | None = None, *, inflight_bytes: int | None = No
         inflight_bytes: Bytes of memory that all downloads together may use in flight. Default: unchanged.
     """
     limit = runtime.budget.limit if inflight_bytes is None else inflight_bytes
-    runtime.use(ReceiveMode(scratch or runtime.scratch, limit, runtime.limits))
+    runtime.use(ReceiveMode(scratch or runtime.scratch, limit, runtime.limits, runtime.handoff))
 
 
 def disable() -> None:
     """Keep everything that this process receives in memory, whatever NVFlare's flag says."""
-    runtime.use(ReceiveMode(None, runtime.budget.limit, runtime.limits))
+    runtime.use(ReceiveMode(None, runtime.budget.limit, runtime.limits, runtime.handoff))
 
 
 def reset() -> None:

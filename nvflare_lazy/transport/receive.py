@@ -34,11 +34,14 @@ from nvflare_lazy.transport.nvflare_items.pull import pull_items
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from nvflare_lazy.scratch.rendezvous import VisitedRendezvous
+    from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
     from nvflare_lazy.transport._backends import ArrayBackend
     from nvflare_lazy.transport._flow_control import Slot
     from nvflare_lazy.transport._memory_consumer import Sink
+    from nvflare_lazy.transport.handoff.wire import ShownFile
     from nvflare_lazy.transport.offload import TransferRuntime
-    from nvflare_lazy.transport.segments.manifest import Manifest
+    from nvflare_lazy.transport.segments.manifest import Manifest, ManifestItem
 
 T = TypeVar("T")
 
@@ -107,6 +110,7 @@ class PayloadConsumer(ItemConsumer):
         place: Where they are, for the log.
         progress: Receives the progress, or None.
         tally: What the message has brought so far, within its limits.
+        manifest: The list of the payload's tensors, once it has been received.
     """
 
     # The state of an offer that was taken is not the state that was offered.
@@ -124,6 +128,7 @@ class PayloadConsumer(ItemConsumer):
         self.way = ""
         self.progress: ProgressRelay | None = None
         self.tally = PayloadTally(PayloadLimits())
+        self.manifest: Manifest | None = None
         self._remote: RemotePayload | None = None
         self._replies_without_items = 0
         self._sender = "the sender"
@@ -139,6 +144,31 @@ class PayloadConsumer(ItemConsumer):
     @abstractmethod
     def open_sink(self, manifest: Manifest) -> Sink:
         """Return what takes the bytes of these tensors."""
+
+    @property
+    def takes_files(self) -> bool:
+        """Whether `open_shown` and `take_sources` may be used instead of `open_sink`."""
+        return True
+
+    @abstractmethod
+    def open_shown(self, visited: VisitedRendezvous, shown: ShownFile) -> TensorFile:
+        """Open a file that the sender shows, so that its tensors may be part of the result.
+
+        Raises:
+            ScratchError: If that is not possible; nothing is left of the file.
+        """
+
+    def drop_shown(self, file: TensorFile) -> None:
+        """Undo `open_shown`."""
+        file.close()
+
+    @abstractmethod
+    def take_sources(self, manifest: Manifest, source_of: Callable[[ManifestItem], FileSource]) -> None:
+        """Take all tensors, each from its place in an open file.
+
+        Raises:
+            SourceError: If one cannot be read; nothing has been taken then.
+        """
 
     @abstractmethod
     def finish(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nvflare_lazy.transport.handoff.way import Handoff
 from nvflare_lazy.transport.segments.way import Segments
 
 if TYPE_CHECKING:
@@ -31,8 +32,11 @@ class Way(Protocol):
     def serve(self, payload: Payload, ref_id: str, cell: Any, runtime: TransferRuntime) -> None:
         """Begin to answer requests for a payload at a cell, without keeping the payload alive."""
 
-    def offer(self, payload: Payload) -> dict[str, Any]:
-        """Return what to add to the state of a download of this payload; empty if it cannot travel this way."""
+    def offer(self, payload: Payload, ref_id: str, runtime: TransferRuntime) -> dict[str, Any]:
+        """Return what to add to the state of a download of this payload; empty if it cannot travel this way.
+
+        Dictionaries under the same key are merged.
+        """
 
     def withdraw(self, ref_id: str, runtime: TransferRuntime) -> None:
         """Answer no more requests for a payload."""
@@ -49,9 +53,15 @@ class Way(Protocol):
             The state in which NVFlare's own loop continues, or None if this way is blocked and the next one is tried.
         """
 
-    def continued(self, state: dict[str, Any], receiver: str, runtime: TransferRuntime) -> None:
-        """Take what the state of a receiver's request says, such as the one that `receive` returned there."""
+    def answer(
+        self, state: dict[str, Any], ref_id: str, receiver: str, runtime: TransferRuntime
+    ) -> dict[str, Any] | None:
+        """Take what the state of a receiver's request says, such as the one that `receive` returned there.
+
+        Returns:
+            The state of a reply without items, or None: then the request is answered as NVFlare's are.
+        """
 
 
 #: If none is offered, or all are blocked, the payload travels in NVFlare's items, which need no offer.
-WAYS: tuple[Way, ...] = (Segments(),)
+WAYS: tuple[Way, ...] = (Handoff(), Segments())

@@ -50,6 +50,7 @@ class Peer:
         scratch_root: str | None = None,
         credentials: dict[str, str] | None = None,
         scheme: str = "tcp",
+        handoff: bool = False,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
@@ -57,7 +58,7 @@ class Peer:
         self._ours, theirs = context.Pipe()
         self._process = context.Process(
             target=_main,
-            args=(theirs, fqcn, f"{scheme}://127.0.0.1:{port}", plugin, scratch_root, credentials or {}),
+            args=(theirs, fqcn, f"{scheme}://127.0.0.1:{port}", plugin, scratch_root, credentials or {}, handoff),
             daemon=True,
         )
         self._process.start()
@@ -113,7 +114,10 @@ class Peer:
 
 
 class Net:
-    """A server cell and its clients; with credentials by name if messages shall be encrypted."""
+    """A server cell and its clients; with credentials by name if messages shall be encrypted.
+
+    Without `handoff`, they send each other what processes on different hosts do.
+    """
 
     def __init__(
         self,
@@ -121,9 +125,11 @@ class Net:
         credentials: dict[str, dict[str, str]] | None = None,
         *,
         scheme: str = "tcp",
+        handoff: bool = False,
         **clients: bool,
     ) -> None:
         self.scheme = scheme
+        self.handoff = handoff
         self.port = free_port()
         self.scratch_root = scratch_root
         self.credentials = credentials or {}
@@ -137,7 +143,7 @@ class Net:
         # Names as NVFlare gives them: a cell of a job is below the one of its site.
         fqcn = name.replace("__", ".").replace("_", "-")
         self.peers[name] = peer = Peer(
-            fqcn, self.port, plugin, self.scratch_root, self.credentials.get(name), self.scheme
+            fqcn, self.port, plugin, self.scratch_root, self.credentials.get(name), self.scheme, self.handoff
         )
         return peer
 
@@ -164,9 +170,17 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def _main(pipe: Any, fqcn: str, url: str, plugin: bool, scratch_root: str | None, credentials: dict[str, str]) -> None:
+def _main(
+    pipe: Any,
+    fqcn: str,
+    url: str,
+    plugin: bool,
+    scratch_root: str | None,
+    credentials: dict[str, str],
+    handoff: bool,
+) -> None:
     try:
-        state = _start(fqcn, url, plugin, scratch_root, credentials)
+        state = _start(fqcn, url, plugin, scratch_root, credentials, handoff)
         pipe.send((True, None))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
@@ -186,15 +200,21 @@ def _main(pipe: Any, fqcn: str, url: str, plugin: bool, scratch_root: str | None
             pipe.send((False, f"the answer cannot be pickled: {error}"))
 
 
-def _start(fqcn: str, url: str, plugin: bool, scratch_root: str | None, credentials: dict[str, str]) -> State:
+def _start(
+    fqcn: str, url: str, plugin: bool, scratch_root: str | None, credentials: dict[str, str], handoff: bool
+) -> State:
     logging.basicConfig(level=os.environ.get("PEER_LOG", "CRITICAL"))
     from nvflare.fuel.f3.cellnet.cell import Cell
 
     if plugin:
         if scratch_root is not None:
             os.environ["NVFLARE_LAZY_SCRATCH"] = scratch_root
+        from nvflare_lazy.transport import ways
+        from nvflare_lazy.transport.handoff.way import Handoff
         from nvflare_lazy.transport.registration import register
 
+        if not handoff:
+            ways.WAYS = tuple(way for way in ways.WAYS if not isinstance(way, Handoff))
         assert register().complete
     else:
         from nvflare.app_common.decomposers.numpy_decomposers import NumpyArrayDecomposer

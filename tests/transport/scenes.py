@@ -198,9 +198,9 @@ def scratch_files(state: State) -> list[str]:
 
 
 def files_under(root: str) -> list[str]:
-    """All files but those that say whose a directory is, and those that are kept to be written over."""
+    """All files but those that say whose a directory is, its secrets, and those that are kept to be written over."""
     files = [path for path in Path(root).rglob("*") if path.is_file() and path.suffix != ".lease"]
-    files = [path for path in files if path.parent.name != "recycled"]
+    files = [path for path in files if path.parent.name != "recycled" and path.parts[-2:] != ("handoff", "probe")]
     return sorted(str(path.relative_to(root)) for path in files)
 
 

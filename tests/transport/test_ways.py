@@ -29,7 +29,7 @@ class Ended(list):
 
 
 class WithinTheProcess:
-    """A third way: both ends are one process, so that the receiver reads the sender's payload itself."""
+    """A way of the test's own: both ends are one process, so that the receiver reads the sender's payload itself."""
 
     description = "within the process"
 
@@ -39,7 +39,7 @@ class WithinTheProcess:
     def serve(self, payload, ref_id, cell, runtime):
         runtime.shared(Served)[ref_id] = payload
 
-    def offer(self, payload):
+    def offer(self, payload, ref_id, runtime):
         return {"within_the_process": len(payload.names)}
 
     def withdraw(self, ref_id, runtime):
@@ -56,7 +56,7 @@ class WithinTheProcess:
         sink.write(0, memoryview(payload.read(0, payload.manifest.nbytes)))
         return {"start": offer, "count": 0, "within_the_process": "done"}
 
-    def continued(self, state, receiver, runtime):
+    def answer(self, state, ref_id, receiver, runtime):
         runtime.shared(Ended).append((receiver, state.get("within_the_process")))
 
 
@@ -90,7 +90,7 @@ def download(runtime):
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_third_way(monkeypatch, place):
     """One entry in the list: the sender offers it, and the receiver takes it unless it recognizes a better one."""
-    runtime, (segments,) = TransferRuntime(), ways.WAYS
+    runtime, segments = TransferRuntime(), ways.WAYS[-1]
     third = WithinTheProcess()
     monkeypatch.setattr(ways, "WAYS", (third, segments) if place == 0 else (segments, third))
     if place:
@@ -107,7 +107,7 @@ def test_a_third_way(monkeypatch, place):
 
 def test_what_is_blocked_is_passed_over(monkeypatch):
     """The next way is tried with the same offer, and NVFlare's own items at last."""
-    runtime, tried, (segments,) = TransferRuntime(), [], ways.WAYS
+    runtime, tried, segments = TransferRuntime(), [], ways.WAYS[-1]
     monkeypatch.setattr(type(segments), "receive", lambda self, offer, download: tried.append(offer.items))
     monkeypatch.setattr(ways, "WAYS", (WithinTheProcess(blocked=True), segments))
     consumer, _ = download(runtime)

@@ -33,7 +33,7 @@ class Segments:
         server.listen(cell)
         server.offer(ref_id, payload)
 
-    def offer(self, payload: Payload) -> dict[str, Any]:
+    def offer(self, payload: Payload, ref_id: str, runtime: TransferRuntime) -> dict[str, Any]:
         """Return the numbers of tensors and bytes, and the size of the manifest."""
         if not payload.names:
             return {}
@@ -56,20 +56,28 @@ class Segments:
             # Its text, since a handler may keep records, and the error refers to the download.
             logger.warning("%s; falling back to whole-tensor transfer", str(error))
             return None
-        remote = download.remote
-        receipts = remote.runtime.shared(Inbox).receipts.take(remote.cell.core_cell.my_info.fqcn, remote.from_fqcn)
-        end = {_nvflare_private.START: offer.items, _nvflare_private.COUNT: 0}
-        return {**end, protocol.KEY: protocol.receipts_to_fields(receipts)}
+        return end_state(offer, download)
 
-    def continued(self, state: dict[str, Any], receiver: str, runtime: TransferRuntime) -> None:
+    def answer(self, state: dict[str, Any], ref_id: str, receiver: str, runtime: TransferRuntime) -> None:
         """Take the receipts of the last segments."""
         runtime.shared(SegmentServer).prove(receiver, protocol.receipts_from_fields(state.get(protocol.KEY)))
 
 
-def _fetch(offer: protocol.Offer, download: PayloadConsumer) -> None:
+def end_state(offer: protocol.Offer, download: PayloadConsumer) -> dict[str, Any]:
+    """Return the state that ends a download, with the receipts of the last segments."""
+    remote = download.remote
+    receipts = remote.runtime.shared(Inbox).receipts.take(remote.cell.core_cell.my_info.fqcn, remote.from_fqcn)
+    end = {_nvflare_private.START: offer.items, _nvflare_private.COUNT: 0}
+    return {**end, protocol.KEY: protocol.receipts_to_fields(receipts)}
+
+
+def fetch_manifest(offer: protocol.Offer, download: PayloadConsumer) -> manifests.Manifest:
+    """Return the list of a payload's tensors, checked and counted; it is received once for all ways of transport."""
+    if download.manifest is not None:
+        return download.manifest
     remote, tally = download.remote, download.tally
     tally.check(remote.from_fqcn, PayloadSize(offer.nbytes, offer.items))
-    encoded = _fetch_manifest(offer, download)
+    encoded = _fetch_encoded_manifest(offer, download)
     # What decoding takes for a moment counts as in flight, so that several long lists take turns.
     with remote.runtime.budget.hold(manifests.decoding_cost(offer.items, len(encoded)), remote.raise_if_aborted):
         manifest = manifests.decode(encoded, download.backend, remote.from_fqcn, tally.limits)
@@ -80,6 +88,15 @@ def _fetch(offer: protocol.Offer, download: PayloadConsumer) -> None:
                 f"{len(manifest.items)} of {manifest.nbytes}"
             )
         tally.add(remote.from_fqcn, manifest.size)
+    download.manifest = manifest
+    return manifest
+
+
+def _fetch(offer: protocol.Offer, download: PayloadConsumer) -> None:
+    manifest = fetch_manifest(offer, download)
+    remote = download.remote
+    # What the headers of the files take for a moment counts as in flight.
+    with remote.runtime.budget.hold(manifests.decoding_cost(offer.items, 0), remote.raise_if_aborted):
         sink = download.open_sink(manifest)
     progress = None if download.progress is None else download.progress.received
     SegmentDownload(
@@ -90,7 +107,7 @@ def _fetch(offer: protocol.Offer, download: PayloadConsumer) -> None:
         progress(manifest.nbytes, len(manifest.items))
 
 
-def _fetch_manifest(offer: protocol.Offer, download: PayloadConsumer) -> memoryview:
+def _fetch_encoded_manifest(offer: protocol.Offer, download: PayloadConsumer) -> memoryview:
     remote = download.remote
     room = manifests.max_encoded_bytes(download.tally.limits)
     if offer.manifest_nbytes > room:
