@@ -168,7 +168,7 @@ class Rendezvous:
                 close_private(fd)
 
     def _protect(self, fd: int, status: os.stat_result) -> None:
-        """Make a file read-only, so that no program changes a receiver's file by mistake."""
+        """Make a file read-only, so that no program changes a receiver's file accidentally."""
         key = status.st_dev, status.st_ino
         count, mode = self._shown.get(key, (0, stat.S_IMODE(status.st_mode)))
         os.fchmod(fd, mode & ~_WRITABLE)
@@ -229,8 +229,8 @@ class VisitedRendezvous:
                 )
             if status.st_size != nbytes:
                 raise ScratchError(f"the shared file {path} has {status.st_size} bytes, expected {nbytes}")
-            # The sender writes to a file again if it has taken it back, and then finds no link and no descriptor. A
-            # link or descriptor that it has not found is too late, and is only used if the file is still shown.
+            # After it has taken a file back, the sender looks for links and descriptors, and writes to the file again
+            # if it finds none. So a link or descriptor may only be used if the file is still shown after it was made.
             if not os.path.samestat(os.stat(_checked(id), dir_fd=self._fd, follow_symlinks=False), status):
                 raise ScratchError(f"the shared file {path} was replaced by another one")
             return TensorFile(path, descriptor=fd, shareable=True)
