@@ -129,7 +129,7 @@ def stop_after_requests(state: State) -> None:
     request_more = SegmentDownload._request_more
 
     def request_all(self: SegmentDownload) -> None:
-        self._window = 1 << 40
+        self._window.nbytes = 1 << 40
         request_more(self)
         if self._what == protocol.DATA:
             time.sleep(0.3)  # until the requests are sent

@@ -51,6 +51,7 @@ class Peer:
         credentials: dict[str, str] | None = None,
         scheme: str = "tcp",
         handoff: bool = False,
+        parent_url: str | None = None,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
@@ -58,7 +59,16 @@ class Peer:
         self._ours, theirs = context.Pipe()
         self._process = context.Process(
             target=_main,
-            args=(theirs, fqcn, f"{scheme}://127.0.0.1:{port}", plugin, scratch_root, credentials or {}, handoff),
+            args=(
+                theirs,
+                fqcn,
+                f"{scheme}://127.0.0.1:{port}",
+                plugin,
+                scratch_root,
+                credentials or {},
+                handoff,
+                parent_url,
+            ),
             daemon=True,
         )
         self._process.start()
@@ -117,6 +127,8 @@ class Net:
     """A server cell and its clients; with credentials by name if messages shall be encrypted.
 
     Without `handoff`, they send each other what processes on different hosts do.
+    A cell named "site_1__job" is connected to "site_1" as well, if that is there. `through` is a port of a proxy in
+    front of the server's `port`, for all others.
     """
 
     def __init__(
@@ -126,11 +138,14 @@ class Net:
         *,
         scheme: str = "tcp",
         handoff: bool = False,
+        port: int | None = None,
+        through: int | None = None,
         **clients: bool,
     ) -> None:
         self.scheme = scheme
         self.handoff = handoff
-        self.port = free_port()
+        self.port = port or free_port()
+        self.through = through or self.port
         self.scratch_root = scratch_root
         self.credentials = credentials or {}
         self.peers: dict[str, Peer] = {}
@@ -142,8 +157,16 @@ class Net:
     def add(self, name: str, plugin: bool) -> Peer:
         # Names as NVFlare gives them: a cell of a job is below the one of its site.
         fqcn = name.replace("__", ".").replace("_", "-")
+        parent = self.peers.get(name.rpartition("__")[0])
         self.peers[name] = peer = Peer(
-            fqcn, self.port, plugin, self.scratch_root, self.credentials.get(name), self.scheme, self.handoff
+            fqcn,
+            self.port if name == "server" else self.through,
+            plugin,
+            self.scratch_root,
+            self.credentials.get(name),
+            self.scheme,
+            self.handoff,
+            None if parent is None else parent.call(_url_for_children),
         )
         return peer
 
@@ -170,17 +193,14 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def _main(
-    pipe: Any,
-    fqcn: str,
-    url: str,
-    plugin: bool,
-    scratch_root: str | None,
-    credentials: dict[str, str],
-    handoff: bool,
-) -> None:
+def _url_for_children(state: State) -> str:
+    state.cell.core_cell.make_internal_listener()
+    return state.cell.core_cell.get_internal_listener_url()
+
+
+def _main(pipe: Any, fqcn: str, *args: Any) -> None:
     try:
-        state = _start(fqcn, url, plugin, scratch_root, credentials, handoff)
+        state = _start(fqcn, *args)
         pipe.send((True, None))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
@@ -201,7 +221,13 @@ def _main(
 
 
 def _start(
-    fqcn: str, url: str, plugin: bool, scratch_root: str | None, credentials: dict[str, str], handoff: bool
+    fqcn: str,
+    url: str,
+    plugin: bool,
+    scratch_root: str | None,
+    credentials: dict[str, str],
+    handoff: bool,
+    parent_url: str | None,
 ) -> State:
     logging.basicConfig(level=os.environ.get("PEER_LOG", "CRITICAL"))
     from nvflare.fuel.f3.cellnet.cell import Cell
@@ -229,6 +255,7 @@ def _start(
         secure=False,
         credentials=credentials,
         create_internal_listener=False,
+        parent_url=parent_url,
     )
     cell.start()
     state = State(fqcn, plugin, cell, scratch_root)

@@ -19,6 +19,8 @@ _RECEIPT_BYTES = 8
 # A process that forwards messages has each in memory three times.
 _MAX_UNPROVEN_BYTES = 20 << 20
 _RESERVED_BYTES = 4 << 20
+#: What one transfer may have unproven.
+MAX_TRANSFER_BYTES = _MAX_UNPROVEN_BYTES - _RESERVED_BYTES
 # What a message counts at least. A process that forwards messages may need a thread for each, and has a hundred.
 _MIN_MESSAGE_BYTES = 512 << 10
 # A receipt proves that messages which were sent this long before have arrived as well, or are lost: the receiver
@@ -121,7 +123,7 @@ class UnprovenData:
     def _fits(self, site: _Site, transfer: str, nbytes: int) -> bool:
         site.forget_lost(time.monotonic())
         total = site.nbytes + max(nbytes, _MIN_MESSAGE_BYTES)
-        return total <= _MAX_UNPROVEN_BYTES - _RESERVED_BYTES or (
+        return total <= MAX_TRANSFER_BYTES or (
             total <= _MAX_UNPROVEN_BYTES and all(message.transfer != transfer for message in site.messages.values())
         )
 

@@ -20,14 +20,15 @@ from nvflare.fuel.f3.message import Message
 from nvflare_lazy.errors import PeerLostError, ProtocolError, SegmentTimeoutError
 from nvflare_lazy.transport.segments import protocol
 from nvflare_lazy.transport.segments._receipts import ReceiptsToReturn
+from nvflare_lazy.transport.segments._window import Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nvflare_lazy.transport.receive import RemotePayload
 
-# Bytes one download may have in flight, those that are being written included, as long as the budget of the process
-# has room for them.
+# Bytes one download may have in flight on a short line, those that are being written included, as long as the budget of
+# the process has room for them.
 WINDOW_BYTES = 8 << 20
 # The same, and of one segment, if messages pass through a client's job process: that holds copies of the bytes in
 # flight in both directions, and must stay small.
@@ -151,7 +152,7 @@ class SegmentDownload:
         self._first_news = first_news
         self._on_slow = on_slow
         through = remote.passes_through_job
-        self._window = _WINDOW_THROUGH_JOB_BYTES if through else WINDOW_BYTES
+        self._window = Window(_WINDOW_THROUGH_JOB_BYTES if through else WINDOW_BYTES)
         self._segment = _SEGMENT_THROUGH_JOB_BYTES if through else protocol.SEGMENT_BYTES
         self._changed = threading.Condition()
         self._next = 0
@@ -222,7 +223,7 @@ class SegmentDownload:
                     return
                 count = min(self._segment, self._nbytes - offset)
                 here = sum(self._in_flight.values()) + self._writing
-                if here and here + count > self._window:
+                if here and here + count > self._window.nbytes:
                     return
                 holding = self._held
             self._waits_for_budget = not self._budget.acquire(_COPIES * count, holding=holding, timeout=_POLL_SECONDS)
@@ -235,6 +236,7 @@ class SegmentDownload:
                 else:
                     self._next += count
                 self._in_flight[offset] = count
+                self._window.note_request(offset)
             self._request(offset, count)
 
     def _request(self, offset: int, count: int) -> None:
@@ -328,6 +330,7 @@ class SegmentDownload:
                 self._fail(ProtocolError(f"{origin} sent {len(piece)} bytes, but {count} were requested"))
                 return
             del self._in_flight[offset]
+            self._window.note_arrival(offset, count)
             self._writing += count
             self._news = self._clock.now
             self._unreachable_since = None
