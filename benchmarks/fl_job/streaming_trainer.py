@@ -15,13 +15,11 @@ import synthetic_model
 
 import nvflare_lazy
 from nvflare_lazy.formats import collect_state_dict_meta, save_safetensors_streaming
-from nvflare_lazy.transport.malloc_tuning import tune_malloc
 
 
 def main() -> None:
     if "--install" in sys.argv:
         nvflare_lazy.install()
-        tune_malloc("stream")
     flare.init()
     site = int(flare.get_site_name().rsplit("-", 1)[-1])
     with tempfile.TemporaryDirectory(dir=".") as directory:

@@ -56,7 +56,7 @@ from nvflare_lazy.tensors.dtypes import by_torch
 from nvflare_lazy.tensors.entry import TensorEntry
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.limits import PayloadLimits, PayloadSize
-from nvflare_lazy.transport.malloc_tuning import MallocTrimmer, Purpose, tune_malloc
+from nvflare_lazy.transport.malloc_tuning import MallocTrimmer, tune_malloc
 from nvflare_lazy.transport.registration import register
 
 DEFAULT_MEMORY_BUDGET = "128MiB"
@@ -143,7 +143,7 @@ class TensorOffload(FLComponent):
         # When a result has its tensors as the client sent them.
         self._complete_at = EventType.BEFORE_TASK_RESULT_FILTER
         self._warned_of_memory = False
-        tune_malloc("stream")
+        tune_malloc()
         register()
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -201,8 +201,6 @@ class TensorOffload(FLComponent):
 
     def _start(self, fl_ctx: FLContext) -> None:
         found = register()
-        purpose = _purpose_of(fl_ctx)
-        tune_malloc(purpose)
         self._engine = fl_ctx.get_engine()
         self._open_scratch(fl_ctx)
         if self._scratch is None:
@@ -211,7 +209,7 @@ class TensorOffload(FLComponent):
         self._mode_before = offload.runtime.use(
             offload.ReceiveMode(self._scratch, self._inflight_bytes, limits, self.handoff)
         )
-        self._memory = MallocTrimmer(parse_size(self.memory_budget), purpose)
+        self._memory = MallocTrimmer(parse_size(self.memory_budget) // (4 if _forwards(fl_ctx) else 2))
         offload.runtime.on_buffers_released.append(self._memory.trim_excess)
         job_context.set_offload(fl_ctx, self)
         if uses_tensor_streaming(fl_ctx):
@@ -526,18 +524,14 @@ def _write_back(dxo: DXO, result: AcceptedResult, reference: Mapping[str, Any]) 
     return DXO(dxo.data_kind, data, meta)
 
 
-def _purpose_of(fl_ctx: FLContext) -> Purpose:
-    """Return what this job process does.
-
-    A client trains, or forwards to the external processes in which it trains; in swarm learning, it then aggregates as
-    a server does.
-    """
+def _forwards(fl_ctx: FLContext) -> bool:
+    """Return whether all trainers of this client job are external processes, and it aggregates nothing."""
     router = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "task_router", None)
     executors = getattr(router, "task_table", {}).values()
-    trainers = [executor for executor in executors if not isinstance(executor, ClientSideController)]
-    if any(getattr(executor, "execution_mode", _IN_PROCESS) == _IN_PROCESS for executor in trainers):
-        return "train"
-    return "forward" if executors and len(trainers) == len(executors) else "stream"
+    return bool(executors) and not any(
+        isinstance(executor, ClientSideController) or getattr(executor, "execution_mode", _IN_PROCESS) == _IN_PROCESS
+        for executor in executors
+    )
 
 
 def _records_path(fl_ctx: FLContext) -> Path | None:

@@ -21,8 +21,7 @@ def main() -> None:
     order = json.load(sys.stdin)
     # The server's own path, in its order: the job's `custom` folder is on it.
     sys.path[:] = order["sys_path"]
-    # Results that move to disk leave holes that the next ones do not fit in.
-    tune_malloc("forward")
+    tune_malloc(keep_buffers=False)
     path = Path(sys.argv[1])
     module, _, name = order["class_path"].rpartition(".")
     # Importing NVFlare for this would take a quarter of a second.

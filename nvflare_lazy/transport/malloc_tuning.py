@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of glibc's malloc, so that freed memory returns to the system.
+"""Settings of glibc's malloc and a bound on the free memory that it keeps.
 
 `TensorOffload` uses them in server and client job processes, where NVFlare moves tensors through many threads, and
 `install()` in training scripts.
@@ -11,127 +11,93 @@ import ctypes
 import gc
 import os
 import threading
-import time
-from typing import Literal
+from typing import Any
 
 from nvflare_lazy._system import anonymous_bytes
 
-#: What a process does: tensors pass through it, it only forwards messages, or it trains.
-Purpose = Literal["stream", "forward", "train"]
-
 # Parameters of glibc's malloc.h, and the reason for each setting.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-# New threads share the existing arenas.
-_FEW_ARENAS = ("MALLOC_ARENA_MAX", _M_ARENA_MAX, 2)
-_SETTINGS: dict[Purpose, tuple[tuple[str, int, int], ...]] = {
-    "stream": (
-        _FEW_ARENAS,
-        # An arena returns the free memory at its end from this size. Without the setting, glibc raises it to 64 MiB.
-        # With a smaller one, the buffers of each segment are returned and faulted in again, which takes as long as
-        # sending.
-        ("MALLOC_TRIM_THRESHOLD_", _M_TRIM_THRESHOLD, 8 << 20),
-        # Whole tensors in NVFlare's format are returned at once. Segments are well below this size.
-        ("MALLOC_MMAP_THRESHOLD_", _M_MMAP_THRESHOLD, 4 << 20),
-    ),
-    # Each buffer is returned when it is freed. Faulting in the next one costs less here than in a process where a
-    # tensor passes through several buffers.
-    "forward": (
-        _FEW_ARENAS,
-        ("MALLOC_TRIM_THRESHOLD_", _M_TRIM_THRESHOLD, 1 << 20),
-        ("MALLOC_MMAP_THRESHOLD_", _M_MMAP_THRESHOLD, 256 << 10),
-    ),
-    # The largest thresholds that glibc adapts to by itself. With those above, a training step on the CPU with
-    # activations of 8 MiB took a quarter more processor time, because each was faulted in again.
-    "train": (
-        _FEW_ARENAS,
-        ("MALLOC_TRIM_THRESHOLD_", _M_TRIM_THRESHOLD, 64 << 20),
-        ("MALLOC_MMAP_THRESHOLD_", _M_MMAP_THRESHOLD, 32 << 20),
-    ),
-}
-
-# For a process whose arenas keep too much memory: `malloc_trim` does not return the free memory at their ends, and
-# there are more arenas than the setting above allows if threads were started before it. An arena returns its end when
-# the next buffer in it is freed, so a short time suffices.
-_STRICT_SETTINGS = (("MALLOC_TRIM_THRESHOLD_", _M_TRIM_THRESHOLD, 1 << 20),)
-
-_STRICT_SECONDS = 0.25
+_SETTINGS = (
+    # New threads share the existing arenas.
+    ("MALLOC_ARENA_MAX", _M_ARENA_MAX, 2),
+    # The largest thresholds that glibc adapts to by itself. With smaller ones, buffers are returned to the system and
+    # faulted in again with each message: a server process took up to 60 % more processor time, and a training step on
+    # the CPU with activations of 8 MiB a quarter more.
+    ("MALLOC_TRIM_THRESHOLD_", _M_TRIM_THRESHOLD, 64 << 20),
+    ("MALLOC_MMAP_THRESHOLD_", _M_MMAP_THRESHOLD, 32 << 20),
+)
+# For a process that moves its tensors to disk one by one: the next tensors are too large for the freed buffers.
+_WITHOUT_BUFFERS = (
+    ("MALLOC_TRIM_THRESHOLD_", _M_TRIM_THRESHOLD, 1 << 20),
+    ("MALLOC_MMAP_THRESHOLD_", _M_MMAP_THRESHOLD, 256 << 10),
+)
+_ALL_ARENAS_OF_JEMALLOC = 4096
 
 
-def tune_malloc(purpose: Purpose) -> None:
-    """Make the C library return freed memory to the system.
+def tune_malloc(*, keep_buffers: bool = True) -> None:
+    """Make the threads of this process share the memory that they free.
 
     NVFlare moves tensors through hundreds of threads, in buffers of megabytes. A freed buffer stays in the arena of its
-    thread, while the next thread uses another arena: most of a gigabyte is then free and not returned. Settings in the
-    environment take precedence.
+    thread, while the next thread uses another arena: most of a gigabyte is then free and not used again. Settings in
+    the environment take precedence. Other allocators, such as jemalloc, are not affected.
 
     Args:
-        purpose: What this process does.
-
-    Example:
-        >>> tune_malloc("stream")  # in a training script that loads and writes one tensor at a time
+        keep_buffers: Whether freed buffers are kept for the next ones; otherwise, each is returned to the system.
     """
-    _set_mallopt(_SETTINGS[purpose])
-
-
-def _set_mallopt(settings: tuple[tuple[str, int, int], ...]) -> None:
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        # Other C libraries than glibc have no such arenas.
-        return
-    for variable, setting, value in settings:
+    mallopt = _c_function("mallopt")
+    settings = _SETTINGS if keep_buffers else _WITHOUT_BUFFERS
+    for variable, setting, value in settings if mallopt else ():
         if variable not in os.environ:
             mallopt(setting, value)
 
 
 class MallocTrimmer:
-    """Returns free memory to the system when the process has grown by more than a limit.
+    """Returns free memory to the system if the process takes more than it used at most so far, and a limit beyond that.
 
-    Each thread that forwards whole tensors leaves buffers of megabytes in its arena, where few other threads reuse
-    them. Faulting them in again takes time, so they are only returned above the limit.
+    A buffer that is kept costs nothing when it is used again, and one that was returned is faulted in again, page by
+    page. So the memory of a component that loads the model in each round stays for the next round.
 
     Args:
-        room: The number of bytes by which the process may grow.
-        purpose: The argument of `tune_malloc` for this process.
+        room: The number of bytes of free memory to keep.
     """
 
-    def __init__(self, room: int, purpose: Purpose) -> None:
+    def __init__(self, room: int) -> None:
         self._room = room
-        self._purpose = purpose
         self._lock = threading.Lock()
-        self._idle_bytes = anonymous_bytes()
-        self._limit = self._idle_bytes + room
-        self._strict_since = 0.0
+        used = _bytes_in_use()
+        self._outside = anonymous_bytes() - used
+        self._most_used = used
+        self._next_look = anonymous_bytes() + room
 
     def trim_idle(self) -> None:
-        """Return all free memory while no transfer is running, and start to keep buffers again."""
+        """Collect garbage and return free memory while no transfer is running, unless it is more than the limit.
+
+        More than the limit is the memory of a model, which the next round uses again.
+        """
         with self._lock:
-            trim_malloc()
-            self._keep_buffers()
-            self._idle_bytes = min(self._idle_bytes, anonymous_bytes())
-            self._limit = self._idle_bytes + self._room
+            gc.collect()
+            if anonymous_bytes() - self._outside - _bytes_in_use() <= self._room:
+                _trim()
+                self._outside = min(self._outside, anonymous_bytes() - _bytes_in_use())
 
     def trim_excess(self) -> None:
-        """Return free memory if the process is above its limit; takes microseconds if it is not."""
-        too_much = anonymous_bytes() > self._limit
-        if not (too_much or self._strict_since) or not self._lock.acquire(blocking=False):
+        """Return free memory if there is more than the limit; takes microseconds if there is not."""
+        if anonymous_bytes() <= self._next_look or not self._lock.acquire(blocking=False):
             return
         try:
-            if too_much:
-                _set_mallopt(_STRICT_SETTINGS)
-                self._strict_since = time.monotonic()
+            rest = self._rest()
+            if rest < 0:
                 _trim()
-                # The rest is in use, so trying again soon would not help.
-                self._limit = max(self._limit, anonymous_bytes() + self._room // 4)
-            elif time.monotonic() - self._strict_since > _STRICT_SECONDS:
-                self._keep_buffers()
+                # The rest may belong to another allocator, and trying again soon would not help.
+                rest = max(self._rest(), self._room // 4)
+            self._next_look = anonymous_bytes() + rest
         finally:
             self._lock.release()
 
-    def _keep_buffers(self) -> None:
-        if self._strict_since:
-            self._strict_since = 0.0
-            tune_malloc(self._purpose)
+    def _rest(self) -> int:
+        """Return by how many bytes the process can grow before malloc keeps too much."""
+        self._most_used = max(self._most_used, _bytes_in_use())
+        return self._outside + self._most_used + self._room - anonymous_bytes()
 
 
 def trim_malloc() -> None:
@@ -142,8 +108,37 @@ def trim_malloc() -> None:
 
 def _trim() -> None:
     """Return the free memory of all arenas to the system."""
+    # With jemalloc preloaded, the functions of both are present, and those of glibc have no effect.
+    mallctl, malloc_trim = _c_function("mallctl"), _c_function("malloc_trim")
+    if mallctl is not None:
+        mallctl(f"arena.{_ALL_ARENAS_OF_JEMALLOC}.purge".encode(), None, None, None, ctypes.c_size_t(0))
+    elif malloc_trim is not None:
+        malloc_trim(0)
+
+
+def _c_function(name: str) -> Any:
+    """Return a function of the C library, or None: only glibc has these."""
     try:
-        ctypes.CDLL(None).malloc_trim(0)
+        return getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):
-        # Other C libraries than glibc have no such arenas.
-        return
+        return None
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def _bytes_in_use() -> int:
+    """Return the bytes that malloc has handed out; 0 if the C library does not count them."""
+    mallinfo2 = _c_function("mallinfo2")
+    if mallinfo2 is None:
+        return 0
+    mallinfo2.restype = _Mallinfo2
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)

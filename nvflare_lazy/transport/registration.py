@@ -88,6 +88,7 @@ def register(replace: bool = True) -> Registration:
         torch.Tensor by nvflare_lazy.transport.decomposers.LazyTensorDecomposer; ...
     """
     _nvflare_private.release_sent_messages()
+    _nvflare_private.send_items_without_copies()
     _nvflare_private.use_single_cleanup_thread(lambda: offload.runtime.cleanup)
     # Job processes of NVFlare end without what Python does at exit. NVFlare refuses a function that it has already.
     with contextlib.suppress(RuntimeError):
@@ -152,6 +153,6 @@ def install(replace: bool = True) -> Registration:
         torch.Tensor by nvflare_lazy.transport.decomposers.LazyTensorDecomposer; ...
     """
     registration = register(replace)
-    tune_malloc("train")
+    tune_malloc()
     offload.enable()
     return registration

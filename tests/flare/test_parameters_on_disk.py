@@ -155,7 +155,7 @@ from torch import nn
 from nvflare_lazy.transport.malloc_tuning import tune_malloc
 from nvflare_lazy.flare.parameters_on_disk import ParametersOnDisk
 from benchmarks.measuring import PeakMemory
-tune_malloc("forward")
+tune_malloc(keep_buffers=False)
 torch.nn.Linear(3, 3)
 with PeakMemory() as memory, ParametersOnDisk(Path(sys.argv[1])):
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(30)], *[nn.LayerNorm(1024) for _ in range(100)])

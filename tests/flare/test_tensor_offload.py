@@ -29,6 +29,7 @@ from nvflare.private.fed.client.client_runner import TaskRouter
 import nvflare_lazy
 from nvflare_lazy.flare import TensorOffload, job_context, results_in_memory, tensor_offload
 from nvflare_lazy.transport import offload
+from nvflare_lazy.transport.malloc_tuning import MallocTrimmer
 from nvflare_lazy.transport.registration import Registration, registered
 from tests.flare.conftest import give, receive_from
 
@@ -175,19 +176,18 @@ def test_what_is_wrong_in_a_configuration_is_said_at_once(arguments):
 
 
 @pytest.mark.parametrize(
-    ("modes", "purpose"),
+    ("modes", "room"),
     [
-        (["external_process"], "forward"),
-        (["external_process", "attach"], "forward"),
-        (["external_process", None], "train"),
-        (["external_process", "swarm"], "stream"),
-        (["in_process", "swarm"], "train"),
-        ([], "stream"),
+        (["external_process"], 32),
+        (["external_process", "attach"], 32),
+        (["external_process", None], 64),
+        (["external_process", "swarm"], 64),
+        (["in_process", "swarm"], 64),
+        ([], 64),
     ],
 )
-def test_the_c_library_is_tuned_for_what_a_process_does(fl_ctx, tmp_path, monkeypatch, modes, purpose):
-    """A client forwards if all trainers are external, unless it may aggregate; otherwise it trains, which the settings
-    must not slow."""
+def test_free_memory_that_a_process_keeps(fl_ctx, tmp_path, monkeypatch, modes, room):
+    """A client job that only forwards to external trainers keeps less free memory than other jobs."""
     router = TaskRouter()
     for number, mode in enumerate(modes):
         command = {"command": "python train.py"} if mode == "external_process" else {}
@@ -201,11 +201,11 @@ def test_the_c_library_is_tuned_for_what_a_process_does(fl_ctx, tmp_path, monkey
         router.add_executor([f"task{number}"], executor)
     fl_ctx.set_prop(FLContextKey.RUNNER, SimpleNamespace(task_router=router))
     component = TensorOffload(str(tmp_path / "root"))
-    told = []
-    monkeypatch.setattr(tensor_offload, "tune_malloc", told.append)
+    kept = []
+    monkeypatch.setattr(tensor_offload, "MallocTrimmer", lambda room: kept.append(room) or MallocTrimmer(room))
     component.handle_event(EventType.START_RUN, fl_ctx)
     component.handle_event(EventType.END_RUN, fl_ctx)
-    assert told == [purpose]
+    assert kept == [room << 20]
 
 
 def test_what_came_is_all_that_came(fl_ctx, tmp_path, caplog):

@@ -99,7 +99,7 @@ def tune_malloc(state: State) -> None:
     """Use the settings of a process with `TensorOffload`."""
     from nvflare_lazy.transport import malloc_tuning
 
-    malloc_tuning.tune_malloc("stream")
+    malloc_tuning.tune_malloc()
 
 
 def offer_lazily(

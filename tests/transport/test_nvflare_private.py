@@ -19,6 +19,8 @@ from nvflare.fuel.f3.sfm import conn_manager, sfm_conn
 from nvflare.fuel.f3.streaming import byte_receiver, byte_streamer, cacheable, download_service
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.download_service import DownloadService
+from nvflare.fuel.utils import fobs
+from nvflare.fuel.utils.fobs import datum
 from nvflare.fuel.utils.fobs import fobs as registry
 from nvflare.fuel.utils.fobs.decomposers import via_downloader
 
@@ -45,6 +47,18 @@ def test_wire_words():
     }
     assert (_nvflare_private.ENC_TYPE, _nvflare_private.ENC_DATA) == ("type", "data")
     assert (_nvflare_private.ENC_NATIVE, _nvflare_private.ENC_REF) == ("native", "ref")
+
+
+def test_items_without_copies(monkeypatch):
+    """FOBS refers to values from its threshold, which it looks up for each message, and its receivers take them."""
+    item, small = bytearray(1 << 20), bytes(1000)
+    monkeypatch.setattr(datum, "TEN_MEGA", 10 << 20)
+    assert not any(part is item for part in fobs.dumps([item, small], buffer_list=True))
+    _nvflare_private.send_items_without_copies()
+    message = fobs.dumps([item, small], buffer_list=True)
+    assert any(part is item for part in message)
+    assert sum(map(len, message)) < len(item) + 2 * len(small)
+    assert fobs.loads(message) == [item, small]
 
 
 def test_registry():
