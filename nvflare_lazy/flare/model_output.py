@@ -66,5 +66,7 @@ class ModelOutput:
         if isinstance(self._owner, DownloadScratch):
             # It was not written through scratch, which therefore has not counted it yet.
             self._owner.adopt(self.path.name)
+        for file in model.files():
+            file.shareable = True
         model.own(self._owner)
         return model

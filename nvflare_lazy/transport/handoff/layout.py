@@ -10,38 +10,28 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import format_size, get_logger
 from nvflare_lazy.errors import NVFlareLazyError, ScratchError, ScratchReleasedError
 from nvflare_lazy.formats.safetensors.header import PREFIX_BYTES
-from nvflare_lazy.scratch.rendezvous import copy_ranges, is_ours
-from nvflare_lazy.transport._received_files import PreallocatedShards
+from nvflare_lazy.scratch.rendezvous import is_ours
 from nvflare_lazy.transport.handoff.wire import MAX_RUNS, Files, Run, ShownFile
-from nvflare_lazy.transport.segments.manifest import Manifest, ManifestItem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
-    from nvflare_lazy.scratch import DownloadScratch, JobScratch
-    from nvflare_lazy.scratch.file import ScratchFile
+    from nvflare_lazy.scratch import JobScratch
     from nvflare_lazy.scratch.rendezvous import Rendezvous
     from nvflare_lazy.tensors.tensor_file import TensorFile
     from nvflare_lazy.transport._downloadable import Payload
+    from nvflare_lazy.transport.handoff.copies import Copies, Copy, Found, Places
     from nvflare_lazy.transport.offload import DefaultScratch
-
-    # Where tensors are, by their offset in the payload: in an open file, or in one of the files of the layout.
-    _Found = dict[int, tuple[TensorFile, int] | None]
-    _Places = dict[int, tuple[int, int]]
+    from nvflare_lazy.transport.segments.manifest import ManifestItem
 
 logger = get_logger(__name__)
 
-# Bytes that are written at a time; small tensors are gathered in between.
-_PIECE_BYTES = 4 << 20
-_GATHERED_BYTES = 1 << 20
-# Bytes that are copied between two looks at whether anybody still needs them.
-_COPIED_BYTES = 64 << 20
+_POLL_SECONDS = 0.1
 
 
 class Layout:
@@ -53,23 +43,32 @@ class Layout:
         payload: The payload.
         scratch: The job scratch that bytes which are not in files of this package are written to.
         rendezvous: The directory through which the files are shown.
+        copies: The copies of this process.
     """
 
-    def __init__(self, payload: Payload, scratch: JobScratch | DefaultScratch, rendezvous: Rendezvous) -> None:
+    def __init__(
+        self, payload: Payload, scratch: JobScratch | DefaultScratch, rendezvous: Rendezvous, copies: Copies
+    ) -> None:
+        self._copies = copies
         self._scratch = scratch
         self._rendezvous = rendezvous
         self._lock = threading.RLock()
         self._finished = threading.Event()
         self._released = False
         self._ids: list[str] = []
-        self._copy: DownloadScratch | None = None
-        #: Bytes of the payload that are in files.
-        self.done = 0
+        self._copy: Copy | None = None
+        self._known = 0  # bytes in files that existed
         #: The result: None until `wait` returns true, and if the payload cannot be handed over.
         self.files: Files | None = None
         self._finalizer = weakref.finalize(payload, self.release)
         self._finalizer.atexit = False
         threading.Thread(target=self._run, args=(payload,), name="nvflare_lazy_handoff", daemon=True).start()
+
+    @property
+    def done(self) -> int:
+        """Bytes of the payload that are in files."""
+        copy = self._copy
+        return self._known + (0 if copy is None else copy.done)
 
     def wait(self, seconds: float) -> bool:
         """Wait until the payload is laid out, or cannot be; false if that takes longer."""
@@ -83,7 +82,7 @@ class Layout:
             copy, self._copy = self._copy, None
         self._rendezvous.take_back(ids)
         if copy is not None:
-            copy.release()
+            self._copies.leave(copy, self)
 
     def _run(self, payload: Payload) -> None:
         try:
@@ -106,14 +105,14 @@ class Layout:
             self._take_back()
             shown, places = [], {}
         rest = [item for item in items if item.offset not in places]
-        self.done = payload.manifest.nbytes - sum(item.nbytes for item in rest)
+        self._known = payload.manifest.nbytes - sum(item.nbytes for item in rest)
         if rest:
-            written, new_places = self._write(rest, found, payload)
-            places.update((offset, (len(shown) + index, at)) for offset, (index, at) in new_places.items())
-            shown.extend(map(self._show, written))
+            written = self._copied(rest, found, payload)
+            places.update((offset, (len(shown) + index, at)) for offset, (index, at) in written.places.items())
+            shown.extend(map(self._show, written.files))
         return Files(tuple(shown), tuple(_runs(items, places)))
 
-    def _show_complete_files(self, items: list[ManifestItem], found: _Found) -> tuple[list[ShownFile], _Places]:
+    def _show_complete_files(self, items: list[ManifestItem], found: Found) -> tuple[list[ShownFile], Places]:
         """Show each file of this package that the payload covers, and return the places of the tensors in them."""
         by_file: dict[TensorFile, list[tuple[ManifestItem, int]]] = {}
         for item in items:
@@ -121,7 +120,7 @@ class Layout:
             if place is not None:
                 by_file.setdefault(place[0], []).append((item, place[1]))
         shown: list[ShownFile] = []
-        places: _Places = {}
+        places: Places = {}
         for file, inside in by_file.items():
             if not is_ours(file) or not _covers(file, [(at, at + item.nbytes) for item, at in inside]):
                 continue
@@ -135,32 +134,17 @@ class Layout:
                 places.update((item.offset, (len(shown) - 1, at)) for item, at in inside)
         return shown, places
 
-    def _write(self, items: list[ManifestItem], found: _Found, payload: Payload) -> tuple[list[TensorFile], _Places]:
-        """Copy these tensors to new files: in the kernel where they are in a file, and return their places."""
-        dense = _without_gaps(items)
+    def _copied(self, items: list[ManifestItem], found: Found, payload: Payload) -> Copy:
+        """Return the complete copy of these tensors, which another layout may be writing."""
         with self._lock:
             self._raise_if_released()
-            directory = self._copy = self._scratch.download("handoff")
-        shards = PreallocatedShards(dense, payload.backend, directory)
-        try:
-            offsets = {item.offset: new.offset for item, new in zip(items, dense.items, strict=True)}
-            places = {offset: shards.place(new) for offset, new in offsets.items()}
-            for file, start, nbytes, index, at in _copies(items, found, places):
-                with file.descriptor() as fd:
-                    copy_ranges(fd, self._counted(start, nbytes, at), cast("ScratchFile", shards.files[index]))
-            for item, start, nbytes in _pieces(item for item in items if found[item.offset] is None):
-                shards.write(offsets[item.offset] + start - item.offset, memoryview(payload.read(start, nbytes)))
-                self.done += nbytes
-            return shards.finish_files(), places
-        finally:
-            shards.close()
-
-    def _counted(self, start: int, nbytes: int, at: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the parts of a range, and count each when it was copied."""
-        for done in range(0, nbytes, _COPIED_BYTES):
-            part = min(_COPIED_BYTES, nbytes - done)
-            yield start + done, part, at + done
-            self.done += part
+            copy, is_new = self._copies.use(self, items, found, self._scratch)
+            self._copy = copy
+        if is_new:
+            copy.write(items, found, payload)
+        while not copy.wait(_POLL_SECONDS):
+            self._raise_if_released()
+        return copy
 
     def _show(self, file: TensorFile) -> ShownFile:
         with self._lock, file.descriptor() as fd:
@@ -179,15 +163,6 @@ class Layout:
             raise ScratchReleasedError("the payload was released")
 
 
-def _without_gaps(items: list[ManifestItem]) -> Manifest:
-    new: list[ManifestItem] = []
-    end = 0
-    for item in items:
-        new.append(replace(item, offset=end))
-        end += item.nbytes
-    return Manifest(tuple(new), end)
-
-
 def _covers(file: TensorFile, ranges: list[tuple[int, int]]) -> bool:
     """Whether ranges are all bytes of a safetensors file but those of its header."""
     start = bytearray(PREFIX_BYTES + 1)
@@ -204,7 +179,7 @@ def _covers(file: TensorFile, ranges: list[tuple[int, int]]) -> bool:
     return end >= file.size
 
 
-def _runs(items: list[ManifestItem], places: _Places) -> Iterator[Run]:
+def _runs(items: list[ManifestItem], places: Places) -> Iterator[Run]:
     """Yield the payload's bytes in as few runs as possible."""
     run: Run | None = None
     for item in items:
@@ -219,54 +194,12 @@ def _runs(items: list[ManifestItem], places: _Places) -> Iterator[Run]:
         yield run
 
 
-def _count_runs(items: list[ManifestItem], places: _Places) -> int:
+def _count_runs(items: list[ManifestItem], places: Places) -> int:
     """Return the number of runs if all tensors without a place are written to one file."""
     end = 0
-    known: _Places = {}
+    known: Places = {}
     for item in items:
         known[item.offset] = places.get(item.offset, (-1, end))
         if item.offset not in places:
             end += item.nbytes
     return sum(1 for _ in _runs(items, known))
-
-
-def _copies(
-    items: list[ManifestItem], found: _Found, places: _Places
-) -> Iterator[tuple[TensorFile, int, int, int, int]]:
-    """Yield the ranges that are in files: the file, start and size there, and the place in the new files."""
-    copy: tuple[TensorFile, int, int, int, int] | None = None
-    for item in items:
-        place = found[item.offset]
-        if place is None:
-            continue
-        index, at = places[item.offset]
-        if copy is not None:
-            file, start, nbytes, copy_index, copy_at = copy
-            if (file, start + nbytes, copy_index, copy_at + nbytes) == (*place, index, at):
-                copy = file, start, nbytes + item.nbytes, index, copy_at
-                continue
-            yield copy
-        copy = *place, item.nbytes, index, at
-    if copy is not None:
-        yield copy
-
-
-def _pieces(items: Iterable[ManifestItem]) -> Iterator[tuple[ManifestItem, int, int]]:
-    """Yield ranges of the payload to write: parts of a large tensor, or several small ones after one another.
-
-    Each range comes with the tensor that it starts in.
-    """
-    first: ManifestItem | None = None
-    end = 0
-    for item in items:
-        if first is not None and (item.offset != end or end + item.nbytes - first.offset > _GATHERED_BYTES):
-            yield first, first.offset, end - first.offset
-            first = None
-        end = item.offset + item.nbytes
-        if item.nbytes > _GATHERED_BYTES:
-            for start in range(item.offset, end, _PIECE_BYTES):
-                yield item, start, min(_PIECE_BYTES, end - start)
-        elif first is None:
-            first = item
-    if first is not None:
-        yield first, first.offset, end - first.offset

@@ -17,6 +17,7 @@ from nvflare_lazy.errors import ScratchError
 from nvflare_lazy.scratch.rendezvous import host_token
 from nvflare_lazy.transport import _nvflare_private
 from nvflare_lazy.transport.handoff import wire
+from nvflare_lazy.transport.handoff.copies import Copies
 from nvflare_lazy.transport.handoff.layout import Layout
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class HandoffServer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._served: dict[str, _Served] = {}
+        self._copies = Copies()
 
     def serve(self, ref_id: str, payload: Payload, sender: str) -> None:
         """Answer requests for the files of this payload, which is not kept alive."""
@@ -76,7 +78,7 @@ class HandoffServer:
             return wire.none_to_fields()
         with self._lock:
             if served.layout is None:
-                served.layout = Layout(payload, runtime.scratch, served.rendezvous)
+                served.layout = Layout(payload, runtime.scratch, served.rendezvous, self._copies)
         layout = served.layout
         is_laid_out = layout.wait(_PATIENCE_SECONDS)
         if is_laid_out and layout.files is None:
