@@ -50,6 +50,7 @@ class RoundRecord:
         aggregated: Clients whose results were aggregated.
         skipped: The other clients, each with the reason.
         received_bytes: Size of all results.
+        transport: Bytes of all tensors that this process received in the round, by the way of transport.
         aggregation_seconds: Duration of the aggregation, if `LazyAggregator` did it.
         memory_bytes: Anonymous memory of the process at the end of the round.
         scratch_bytes: Scratch in use at the end of the round.
@@ -60,6 +61,7 @@ class RoundRecord:
     aggregated: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     received_bytes: int = 0
+    transport: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     aggregation_seconds: float | None = None
     memory_bytes: int = 0
@@ -185,7 +187,9 @@ class RoundLog:
                 self._record.aggregation_seconds = round(seconds, 3)
                 self._record.aggregated = list(clients)
 
-    def end_round(self, *, scratch_bytes: int = 0, scratch_peak_bytes: int = 0) -> RoundRecord | None:
+    def end_round(
+        self, *, scratch_bytes: int = 0, scratch_peak_bytes: int = 0, transport: dict[str, int] | None = None
+    ) -> RoundRecord | None:
         """End the round, if there is one, and log its record."""
         with self._lock:
             record, self._record = self._record, None
@@ -211,6 +215,7 @@ class RoundLog:
             record.seconds = round(time.monotonic() - self._started, 3)
             record.memory_bytes = anonymous_bytes()
             record.scratch_bytes, record.scratch_peak_bytes = scratch_bytes, scratch_peak_bytes
+            record.transport = dict(sorted((transport or {}).items()))
             self._write("round", asdict(record))
         self._log(_line(record, len(results) if is_relay else None))
         if self._on_round_end is not None:
@@ -233,10 +238,17 @@ def _in_round(number: int | None, line: str) -> str:
     return line[0].upper() + line[1:] if number is None else f"Round {number}: {line}"
 
 
+def _ways(transport: dict[str, int]) -> tuple[str, ...]:
+    """Return how tensors were received; with sizes only if there was more than one way."""
+    if len(transport) > 1:
+        return (f"({', '.join(f'{format_size(nbytes)} {way}' for way, nbytes in transport.items())})",)
+    return tuple(transport)
+
+
 def _line(record: RoundRecord, relayed: int | None) -> str:
     aggregation = "" if record.aggregation_seconds is None else f" (aggregation {record.aggregation_seconds:.1f} s)"
     skipped = "; ".join(f"{client} ({reason})" for client, reason in record.skipped.items()) or "none"
-    received = format_size(record.received_bytes)
+    received = " ".join((format_size(record.received_bytes), *_ways(record.transport)))
     if relayed is None:
         of = max(len(record.tasked), len(record.aggregated))
         done = f"aggregated {len(record.aggregated)} of {of} results, received {received}"

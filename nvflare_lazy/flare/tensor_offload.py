@@ -424,7 +424,8 @@ class TensorOffload(FLComponent):
             return
         scratch = self._scratch
         used, peak = (scratch.used, scratch.peak) if scratch is not None else (0, 0)
-        record = self.round_log.end_round(scratch_bytes=used, scratch_peak_bytes=peak)
+        transport = offload.runtime.take_received()
+        record = self.round_log.end_round(scratch_bytes=used, scratch_peak_bytes=peak, transport=transport)
         if record is not None and self._memory is not None:
             self._memory.trim_idle()
 

@@ -123,6 +123,7 @@ class TransferRuntime:
         self.cleanup = _nvflare_private.CleanupThread()
         self.senders_with_package = set()
         self.by_thread = threading.local()
+        self._received: dict[str, int] = {}
 
     def use(self, mode: ReceiveMode | None) -> ReceiveMode | None:
         """Receive in this mode, or by NVFlare's flag; return the previous mode, which a job restores at its end."""
@@ -156,6 +157,18 @@ class TransferRuntime:
                 self._shared[kind] = kind()
             made: T = self._shared[kind]
             return made
+
+    def record_received(self, way: str, nbytes: int) -> None:
+        """Count a payload that was received in this way."""
+        if nbytes:
+            with self._lock:
+                self._received[way] = self._received.get(way, 0) + nbytes
+
+    def take_received(self) -> dict[str, int]:
+        """Return the bytes of all payloads since the last call, by the way in which they were received."""
+        with self._lock:
+            received, self._received = self._received, {}
+            return received
 
     def mode_for(self, fobs_ctx: dict[str, Any] | None) -> ReceiveMode:
         """Return how to receive the payload of a message, or one that NVFlare requests outside of a message."""

@@ -325,6 +325,7 @@ def receive(consumer: PayloadConsumer, remote: RemotePayload, progress_cb: Calla
         consumer.release_slot()
     failure = consumer.failure
     if failure is None:
+        remote.runtime.record_received(consumer.way, consumer.nbytes)
         logger.info(
             "Received %s from %s in %.2f s, %s, %s",
             format_size(consumer.nbytes),

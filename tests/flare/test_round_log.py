@@ -30,8 +30,10 @@ def test_a_round_in_which_everything_happens(tmp_path):
     log.on_verdict("c", accepted=True)
     log.on_skip("c", "NaN in it")
     log.on_aggregated(0.5, ["a"])
-    record = log.end_round(scratch_bytes=1, scratch_peak_bytes=3 << 20)
+    transport = {"in segments": 1 << 20, "by handoff": 2 << 20}
+    record = log.end_round(scratch_bytes=1, scratch_peak_bytes=3 << 20, transport=transport)
     assert record.aggregated == ["a"]
+    assert record.transport == transport
     assert record.skipped == {"b": "of another shape", "c": "NaN in it", "d": "no result received"}
     assert (record.received_bytes, record.scratch_peak_bytes) == (3 << 20, 3 << 20)
     written = lines(tmp_path / "log.jsonl")
@@ -41,7 +43,10 @@ def test_a_round_in_which_everything_happens(tmp_path):
     assert len(said) == 4
     assert said[0].startswith("Round 4: received the result of a after 0.0 s: 1.0 MiB in 2 tensors, on disk; memory ")
     assert said[1].endswith("; not used: of another shape")
-    assert "(aggregation 0.5 s): aggregated 1 of 4 results, received 3.0 MiB; " in said[3]
+    assert (
+        "(aggregation 0.5 s): aggregated 1 of 4 results, received 3.0 MiB (2.0 MiB by handoff, 1.0 MiB in segments); "
+        in said[3]
+    )
     assert said[3].endswith("skipped: b (of another shape); c (NaN in it); d (no result received)")
     assert measured == [record]
     assert {name: measured[0].metrics()[name] for name in ("aggregated", "skipped")} == {"aggregated": 1, "skipped": 3}
