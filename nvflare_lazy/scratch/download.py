@@ -270,9 +270,10 @@ class DownloadDirectory:
 
     def drop_link(self, file_name: str, nbytes: int) -> None:
         """Remove a link and release its bytes; those of a released directory are released with it."""
-        with contextlib.suppress(OSError):
-            os.unlink(file_name, dir_fd=self._fd)
-        self.reservation.release_unused(nbytes, 0)
+        with contextlib.suppress(ScratchReleasedError), self.writing():
+            with contextlib.suppress(OSError):
+                os.unlink(file_name, dir_fd=self._fd)
+            self.reservation.release_unused(nbytes, 0)
 
     def record_complete(self, file_name: str, unused: int, pending: int) -> None:
         """Record that a file was received completely: only such files are recycled.

@@ -318,6 +318,17 @@ def test_after_the_end_of_the_job(job, receiver):
         os.fstat(descriptor)
 
 
+def test_a_link_is_not_dropped_from_a_closed_directory(job, receiver, visited, monkeypatch):
+    """The number of its descriptor may be another directory by then, with a file of the same name."""
+    download = receiver.download()
+    taken = download.take_link(visited, show(job, written(job, DATA)), len(DATA))
+    download.release()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", None)
+        download.drop_link(taken)
+    assert receiver.used == 0
+
+
 @needs_root
 def test_another_user_gets_nothing():
     """Not even in a root that it can enter."""
