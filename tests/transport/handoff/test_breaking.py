@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.transport import scenes
+from tests.transport import bad_senders, scenes
 from tests.transport.handoff.test_mixes import any_size, seen, watch_data
 from tests.transport.peers import Net
 
@@ -36,13 +37,16 @@ def prepare(net, name):
 def nothing_is_left(net):
     yield
     for peer in net.peers.values():
-        peer.call(scenes.forget)
-        peer.call(seen)
-    deadline = time.monotonic() + 60
-    while (left := scenes.files_under(net.scratch_root)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert left == []
-    assert all(peer.call(used) == 0 for peer in net.peers.values())
+        peer.start(forget)
+    for peer in net.peers.values():
+        peer.result()
+    wait_for(lambda: not scenes.files_under(net.scratch_root))
+    wait_for(lambda: not any(peer.call(used) for peer in net.peers.values()))
+
+
+def forget(state):
+    scenes.forget(state)
+    seen(state)
 
 
 def used(state):
@@ -84,7 +88,6 @@ def files_of(peer):
 
 
 def _files_of(state):
-    from nvflare_lazy.tensors.entry import files_holding
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 
     return sorted(
@@ -204,42 +207,74 @@ def test_three_receivers_share_one_copy(net):
     assert len({os.stat(path).st_ino for name in names for path in files_of(net[name])}) == 1
 
 
-def test_a_killed_receiver_in_the_middle_of_a_spill(net):
-    """The others receive, and the sender's files are taken back."""
-    victim = net.add("site_8", True)
-    prepare(net, "site_8")
-    net["server"].call(scenes.make_model, 32, 4)
-    net["server"].call(scenes.slow_down, 0.2)
-    net["server"].start(scenes.broadcast_model, ["site-1", "site-8"])
-    wait_for(lambda: [path for path in scenes.files_under(net.scratch_root) if path.endswith(".safetensors")])
-    net.peers.pop("site_8")
-    victim.kill()
-    victim.close()
-    assert "ok" in net["server"].result()
-    assert net["site_1"].call(scenes.is_as_made, 32, 4)
+@pytest.mark.slow  # waits until the sender gives the receiver up
+def test_a_killed_receiver(net):
+    """The others receive what the sender is writing at that moment."""
+    with extra_site(net) as victim:
+        net["server"].call(scenes.make_model, 32, 4)
+        net["server"].call(scenes.slow_down, 0.2)
+        ref_id = net["server"].call(offer_model, 5.0)
+        victim.start(bad_senders.receive, "server", ref_id)
+        wait_for(lambda: safetensors_of(net))
+        net["site_1"].start(bad_senders.receive, "server", ref_id)
+    outcome = net["site_1"].result()
+    assert outcome["error"] is None, outcome
     assert net["site_1"].call(seen)[-1] == "by handoff"
     net["server"].call(scenes.slow_down, 0)
 
 
-def test_a_killed_sender_in_the_middle_of_a_spill(net):
-    """The receiver's transfer fails as any other does; the sender's scratch is removed."""
-    victim = net.add("site_8", True)
+@pytest.mark.slow  # waits until the receiver gives the sender up
+@pytest.mark.parametrize("at", [0.1, 0.9])
+def test_a_killed_sender(net, at):
+    """It costs the transfer and nothing else; what it has written is removed."""
+    with extra_site(net) as victim:
+        ref_id = victim.call(bad_senders.offer, 64, "dies", at)
+        outcome = net["server"].call(bad_senders.receive, "site-8", ref_id, timeout=3.0)
+    assert outcome["error"] == "PeerLostError", outcome
+    assert (outcome["used"], outcome["left"], outcome["job left"]) == (0, [], False)
+
+
+def test_an_abort_in_the_middle_of_a_spill(net):
+    """The receiver stops waiting at once, and the sender stops writing."""
+    ref_id = net["site_1"].call(bad_senders.offer, 64, "is slow")
+    outcome = net["server"].call(bad_senders.receive, "site-1", ref_id, abort_after=0.3)
+    assert outcome["error"] == "TransferAbortedError", outcome
+    assert outcome["seconds"] < 30
+    assert (outcome["used"], outcome["left"], outcome["job left"]) == (0, [], False)
+    assert net["server"].call(seen) == ["manifest"]
+
+
+def test_a_sender_that_cannot_read_its_tensors(net):
+    """The handoff fails, then the segments, with the error of the sender."""
+    ref_id = net["site_1"].call(bad_senders.offer, 16, "fails", 0.5)
+    outcome = net["server"].call(bad_senders.receive, "site-1", ref_id)
+    assert outcome["error"] == "PeerLostError", outcome
+    assert "the disk of the sender has died" in outcome["text"]
+    assert (outcome["used"], outcome["left"]) == (0, [])
+
+
+def offer_model(state, timeout):
+    from nvflare.fuel.f3.streaming.obj_downloader import ObjectDownloader
+
+    from nvflare_lazy.transport.tensor_downloader import TensorDownloadable
+
+    downloader = ObjectDownloader(cell=state.cell, timeout=timeout, num_receivers=2)
+    return downloader.add_object(TensorDownloadable(state.kept["model"], 2 * MIB, cell=state.cell))
+
+
+def safetensors_of(net):
+    return [path for path in scenes.files_under(net.scratch_root) if path.endswith(".safetensors")]
+
+
+@contextlib.contextmanager
+def extra_site(net):
+    """A site that is killed at the end."""
+    peer = net.add("site_8", True)
     prepare(net, "site_8")
-    victim.call(scenes.make_model, 32, 4)
-    victim.call(scenes.slow_down, 0.3)
-    net["server"].call(scenes.limit_request_time, 3.0)
-    victim.start(scenes.send_model, "server")
-    wait_for(lambda: [path for path in scenes.files_under(net.scratch_root) if path.endswith(".safetensors")])
-    net.peers.pop("site_8")
-    victim.kill()
-    victim.close()
-    wait_for(lambda: net["server"].call(payload_count) == 1)
-    print(net["server"].call(scenes.how_it_failed))
-    net["server"].call(scenes.limit_request_time, 60.0)
-
-
-def payload_count(state):
-    return len(state.payloads)
+    try:
+        yield peer
+    finally:
+        net.peers.pop("site_8").close()
 
 
 def wait_for(condition, seconds=120):
