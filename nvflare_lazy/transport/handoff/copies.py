@@ -2,7 +2,7 @@
 """Copies of tensors for handoffs: those in memory, and those in files that other programs may change.
 
 A copy is one download in the sender's scratch, with valid safetensors files. Payloads of the same tensors of the same
-open files share a copy: a server sends its initial model to each client in a payload of its own.
+open files share a copy: a server's task for each client is a separate payload.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """`Layout`: the files that contain a payload's bytes: files of this package as they are, and one copy of all else.
 
 A file goes as it is only if the payload covers everything but its header: a filter may have dropped a tensor of it, and
-the receiver would get that tensor too. Other bytes are copied or written to scratch once, for all receivers, on a
-thread of their own.
+the receiver would get that tensor too. A separate thread copies all other bytes to scratch, once for all
+receivers.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class HandoffServer:
         return layout.files.to_fields() if layout.files is not None else wire.wait_to_fields(wire.Wait(layout.done))
 
     def _record_progress(self, served: _Served, payload: Payload, ref_id: str, receiver: str, done: int) -> None:
-        """Count what is laid out as sent: for the progress that NVFlare reports, and to keep the payload available."""
+        """Count bytes in files as sent, in the progress that NVFlare reports, and to keep the payload available."""
         with self._lock:
             before, served.told[receiver] = served.told.get(receiver, 0), done
         with _nvflare_private.serving(ref_id) as ref:

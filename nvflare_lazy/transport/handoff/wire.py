@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The messages of a handoff: the sender's rendezvous directory, the receiver's proof, and the files and runs of bytes.
 
-All of them are keys in the state of NVFlare's download protocol, next to the offer of segments: a release without
+The messages are keys in the state of NVFlare's download protocol, next to the offer of segments; a release without
 handoffs ignores them. Everything received is untrusted input; an invalid reply ends the handoff, not the download.
 """
 
@@ -54,7 +54,7 @@ class RendezvousOffer(NamedTuple):
 
     @classmethod
     def from_fields(cls, fields: object) -> RendezvousOffer | None:
-        """Read an offer; None if there is none, or one that no sender of this release makes."""
+        """Read an offer; None if it is missing or invalid."""
         found = fields.get("rendezvous") if isinstance(fields, dict) else None
         if not isinstance(found, (list, tuple)) or len(found) != 3 or not all(isinstance(part, str) for part in found):
             return None
