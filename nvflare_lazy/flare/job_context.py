@@ -70,6 +70,26 @@ def round_log_of(fl_ctx: FLContext | None) -> RoundLog | None:
     return None if offload is None else offload.round_log
 
 
+def wants_values_in_memory(fl_ctx: FLContext) -> bool:
+    """Whether something on this client uses tensors that pass through it to or from a trainer, and may write to them.
+
+    NVFlare requests these in memory when it finds references, and would find none if they were on disk already.
+    """
+    runner = fl_ctx.get_prop(FLContextKey.RUNNER)
+    engine = fl_ctx.get_engine()
+    components: dict[str, Any] = getattr(engine, "get_all_components", dict)()
+    executors = getattr(getattr(runner, "task_router", None), "task_table", {})
+    users = [*components.values(), *executors.values()]
+    filters = [getattr(runner, name, None) for name in ("task_data_filters", "task_result_filters")]
+    scope = fl_ctx.get_prop(FLContextKey.SCOPE_OBJECT)
+    for name in ("task_data_filters", "task_result_filters"):
+        filters += (getattr(scope, name, None) or {}).values()
+    return any(filters) or any(
+        hasattr(user, "requires_materialized_task_result") or not getattr(user, "enable_tensor_disk_offload", True)
+        for user in users
+    )
+
+
 def global_weights(fl_ctx: FLContext | None) -> Mapping[str, Any] | None:
     """Return the global model that the controller sent, or None if there is none.
 

@@ -55,6 +55,7 @@ from nvflare_lazy.tensors.converted_sources import CastSource
 from nvflare_lazy.tensors.dtypes import by_torch
 from nvflare_lazy.tensors.entry import TensorEntry
 from nvflare_lazy.transport import offload
+from nvflare_lazy.transport.handoff.hop import Hop
 from nvflare_lazy.transport.limits import PayloadLimits, PayloadSize
 from nvflare_lazy.transport.malloc_tuning import MallocTrimmer, tune_malloc
 from nvflare_lazy.transport.registration import register
@@ -212,6 +213,8 @@ class TensorOffload(FLComponent):
         self._memory = MallocTrimmer(parse_size(self.memory_budget) // (4 if _forwards(fl_ctx) else 2))
         offload.runtime.on_buffers_released.append(self._memory.trim_excess)
         job_context.set_offload(fl_ctx, self)
+        is_client = fl_ctx.get_process_type() == ProcessType.CLIENT_JOB
+        offload.runtime.shared(Hop).enabled = is_client and not job_context.wants_values_in_memory(fl_ctx)
         if uses_tensor_streaming(fl_ctx):
             # Its component puts the tensors into the result at the same event as this one, before or after.
             self._complete_at = EventType.AFTER_TASK_RESULT_FILTER
@@ -247,6 +250,7 @@ class TensorOffload(FLComponent):
             return
         if self._restore_root is not None:
             self._restore_root()
+        offload.runtime.shared(Hop).enabled = False
         offload.runtime.use(self._mode_before)
         if self._memory is not None:
             offload.runtime.on_buffers_released.remove(self._memory.trim_excess)

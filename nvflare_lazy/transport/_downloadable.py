@@ -11,6 +11,7 @@ import threading
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
+from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.streaming.cacheable import CacheableObject
 from nvflare.fuel.f3.streaming.download_service import ProduceRC
 
@@ -18,7 +19,9 @@ from nvflare_lazy.errors import PeerLostError, ProtocolError
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.transport import _nvflare_private, offload, ways
 from nvflare_lazy.transport._receiver_progress import ReceiverProgress
+from nvflare_lazy.transport.handoff import wire
 from nvflare_lazy.transport.segments import manifest as manifests
+from nvflare_lazy.transport.segments import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,6 +55,7 @@ class PayloadDownloadable(CacheableObject):
         self._runtime = runtime or offload.runtime
         self._ref_id: str | None = None
         self._slots: dict[str, Slot] = {}
+        self._passed_on_by: str | None = None
 
     def set_transaction(self, tx_id: str, ref_id: str) -> None:
         """Start to answer requests for segments."""
@@ -107,6 +111,8 @@ class PayloadDownloadable(CacheableObject):
     def _answer(self, state: dict[str, Any], requester: str) -> dict[str, Any] | None:
         """Let each way take what a request says, and return the state of the reply that one of them made."""
         ref_id = self._ref_id
+        if wire.is_for_all(state.get(protocol.KEY)) and FQCN.is_ancestor(requester, self._sender):
+            self._passed_on_by = requester
         answers = [] if ref_id is None else [way.answer(state, ref_id, requester, self._runtime) for way in ways.WAYS]
         return next((answer for answer in answers if answer is not None), None)
 
@@ -115,14 +121,25 @@ class PayloadDownloadable(CacheableObject):
         if self._ref_id is None:
             return
         nbytes = self._payload.nvflare_item_nbytes(item) if 0 <= item < self.size else 0
-        patience = _nvflare_private.patience_for(self._ref_id, requester)
+        patience = _nvflare_private.patience_for(self._ref_id, requester, self._sender)
         if patience is None or not self._payload.progress.reached(requester, min(item, self.size), nbytes, patience):
             _nvflare_private.revoke_activity(self._ref_id, _last_progress)
 
+    @property
+    def _sender(self) -> str:
+        """The name of this process's cell; empty without one."""
+        return "" if self._cell is None else self._cell.core_cell.my_info.fqcn
+
     def downloaded_to_one(self, to_receiver: str, status: str) -> None:
-        """Count a download by a process behind a forwarding hop for the hop, if the hop was expected."""
-        if self._ref_id is not None:
-            _nvflare_private.finish_for_ancestor(self._ref_id, to_receiver, status)
+        """Count a download for others: for a forwarding hop whose trainer received the payload, or for all receivers.
+
+        The latter only if the receiver is the client job of this process, and passes the payload on from its scratch.
+        """
+        if self._ref_id is None:
+            return
+        _nvflare_private.finish_for_ancestor(self._ref_id, to_receiver, status)
+        if to_receiver == self._passed_on_by:
+            _nvflare_private.finish_for_all(self._ref_id, status)
 
     def downloaded_to_all(self) -> None:
         """Do nothing: nothing is cached."""

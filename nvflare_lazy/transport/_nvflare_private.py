@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from nvflare.app_common.utils import tensor_disk_offload_context
 from nvflare.app_opt.pt import tensor_downloader
 from nvflare.fuel.f3.cellnet.core_cell import CoreCell
+from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 from nvflare.fuel.f3.streaming.byte_streamer import TxTask
 from nvflare.fuel.f3.streaming.download_service import (
@@ -157,15 +158,16 @@ def record_activity(ref: _Ref, requester: str) -> None:
     ref.mark_receiver_active(requester)
 
 
-def patience_for(ref_id: str, requester: str) -> float | None:
+def patience_for(ref_id: str, requester: str, sender: str = "") -> float | None:
     """Return the seconds that NVFlare waits for the next request; None if it does not wait for this receiver.
 
-    The receiver must be one of those that a transaction names, or a child of one: behind a forwarding hop.
+    The receiver must be one of those that a transaction names, or a child of one: behind a forwarding hop. It may also
+    be the hop in front of the sender, which passes the payload on.
     """
     ref = DownloadService._ref_table.get(ref_id)
     if ref is None:
         return None
-    expected = ref.tx.receiver_ids
+    expected = [requester if FQCN.is_ancestor(requester, sender) else name for name in ref.tx.receiver_ids or ()]
     if expected and not any(requester == name or requester.startswith(f"{name}.") for name in expected):
         return None
     return float(ref.tx.timeout)
@@ -196,6 +198,15 @@ def finish_for_ancestor(ref_id: str, receiver: str, status: str) -> None:
     for expected in ref.tx.receiver_ids or ():
         if receiver.startswith(f"{expected}."):
             ref._finalize_receiver(expected, status)
+
+
+def finish_for_all(ref_id: str, status: str) -> None:
+    """Count a receiver's success for all expected receivers: it passes the payload on to them."""
+    ref = DownloadService._ref_table.get(ref_id)
+    if ref is None or status != DownloadStatus.SUCCESS:
+        return
+    for expected in ref.tx.receiver_ids or ():
+        ref._finalize_receiver(expected, status)
 
 
 def release_sent_messages() -> None:

@@ -59,6 +59,12 @@ class IncomingPayloads:
         """Add the next payload."""
         self._by_ref[ref_id] = self._last = payload
 
+    def replace(self, old: Any, new: Any) -> Any:
+        """Put another payload into the place of one; return it."""
+        self._by_ref = {ref_id: new if payload is old else payload for ref_id, payload in self._by_ref.items()}
+        self._last = new if self._last is old else self._last
+        return new
+
     def find(self, content: str) -> Any:
         """Return the payload that a placeholder belongs to, or None."""
         _, separator, ref_id = content.partition(_SEPARATOR)
@@ -66,11 +72,12 @@ class IncomingPayloads:
 
 
 class PayloadReference(NamedTuple):
-    """A payload that stays with its sender."""
+    """A payload that stays with its sender; `decided` once this process has decided not to take it."""
 
     fqcn: str
     ref_id: str
     secure: bool
+    decided: bool = False
 
 
 def item_of(content: str) -> str:

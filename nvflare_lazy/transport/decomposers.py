@@ -46,6 +46,7 @@ from nvflare_lazy.transport._placeholders import (
     location_of,
 )
 from nvflare_lazy.transport.failed import FailedPayload
+from nvflare_lazy.transport.handoff.hop import Hop
 from nvflare_lazy.transport.limits import PayloadTally
 from nvflare_lazy.transport.nvflare_items.format import unpack_array_file, unpack_tensors
 from nvflare_lazy.transport.receive import RemotePayload, receive
@@ -161,7 +162,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
     # ---- receiving ---------------------------------------------------------------------------------------------
 
     def process_datum(self, datum: Datum, manager: DatumManager) -> None:
-        """Download the payload that a datum points to, or keep the reference at a forwarding hop."""
+        """Download the payload that a datum points to; a hop that forwards it decides at its first placeholder."""
         fobs_ctx = manager.fobs_ctx
         payloads = fobs_ctx.get(self.items_key)
         if not isinstance(payloads, IncomingPayloads):
@@ -206,18 +207,32 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         item_id = item_of(content)
         if payload is None:
             raise ProtocolError(f"placeholder {quoted(content)} refers to a missing payload")
+        dtype, shape = described(self.backend, data)
+        if isinstance(payload, PayloadReference) and not payload.decided:
+            # Only a sender with this package describes its tensors.
+            payload = payloads.replace(payload, self._at_hop(payload, manager.fobs_ctx, has_package=dtype is not None))
         if isinstance(payload, PayloadReference):
             cell = manager.fobs_ctx.get(FOBSContextKey.CELL)
             ref = LazyDownloadRef.of(
-                payload.fqcn, payload.ref_id, item_id, self._dot, self.backend, described(self.backend, data), cell
+                payload.fqcn, payload.ref_id, item_id, self._dot, self.backend, (dtype, shape), cell
             )
             ref.secure = payload.secure
             return ref
         if isinstance(payload, FailedPayload):
-            return payload.value(self.backend, *described(self.backend, data))
+            return payload.value(self.backend, dtype, shape)
         if item_id not in payload:
             raise ProtocolError(f"tensor {quoted(item_id)} is missing from its payload")
         return payload[item_id]
+
+    def _at_hop(self, reference: PayloadReference, fobs_ctx: dict[str, Any], *, has_package: bool) -> Any:
+        """Return the values of a payload that passes through this process, if it takes them, else the reference."""
+        hop, cell = offload.runtime.shared(Hop), fobs_ctx.get(FOBSContextKey.CELL)
+        mode = offload.runtime.mode_for(fobs_ctx)
+        values = None
+        if cell is not None and hop.takes(reference.fqcn, cell.get_fqcn(), mode, has_package=has_package):
+            location = {_nvflare_private.DATUM_FQCN: reference.fqcn, _nvflare_private.DATUM_REF_ID: reference.ref_id}
+            values = self._download_from_remote_cell(fobs_ctx, location)
+        return values or reference._replace(decided=True)
 
     def _get_download_kwargs(self, fobs_ctx: dict[str, Any]) -> dict[str, Any]:
         return {"fobs_ctx": fobs_ctx}
@@ -248,6 +263,9 @@ class LazyDecomposer(ViaDownloaderDecomposer):
             return None, receive(MemoryConsumer(self.backend), remote, progress_cb)
         roots = _nvflare_private.offload_roots(fobs_ctx or {})
         consumer = DiskConsumer(self.backend, scratch.download(label=from_fqcn), roots)
+        if _passes_through(fobs_ctx, cell, from_fqcn):
+            is_taken = offload.runtime.shared(Hop).take_result(consumer, remote)
+            return None, consumer.values() if is_taken else {}
         receive(consumer, remote, progress_cb)
         return None, consumer.values()
 
@@ -311,6 +329,11 @@ def _is_secure(fobs_ctx: dict[str, Any], fqcn: str) -> bool:
     if message is None or message.get_header(MessageHeaderKey.ORIGIN) != fqcn:
         return False
     return bool(message.get_header(MessageHeaderKey.SECURE, False))
+
+
+def _passes_through(fobs_ctx: dict[str, Any] | None, cell: Any, from_fqcn: str) -> bool:
+    """Whether a payload is the result of a trainer, and this process its client job, which passes it on."""
+    return bool((fobs_ctx or {}).get(FOBSContextKey.PASS_THROUGH)) and FQCN.is_ancestor(cell.get_fqcn(), from_fqcn)
 
 
 def _must_decode(fobs_ctx: dict[str, Any]) -> bool:

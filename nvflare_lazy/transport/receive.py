@@ -325,21 +325,26 @@ def receive(consumer: PayloadConsumer, remote: RemotePayload, progress_cb: Calla
         consumer.release_slot()
     failure = consumer.failure
     if failure is None:
-        remote.runtime.record_received(consumer.way, consumer.nbytes)
-        logger.info(
-            "Received %s from %s in %.2f s, %s, %s",
-            format_size(consumer.nbytes),
-            remote.from_fqcn,
-            time.monotonic() - started,
-            consumer.way,
-            consumer.place,
-        )
+        note_received(consumer, remote, started)
         return consumer.result
     consumer.discard()
     consumer.result = None
     if isinstance(failure, NVFlareLazyError):
         raise failure
     raise TransferError(f"the download from {remote.from_fqcn} failed: {failure}") from failure
+
+
+def note_received(consumer: PayloadConsumer, remote: RemotePayload, started: float) -> None:
+    """Count a payload that was received, and log it; `started` is the time of `time.monotonic()` before it."""
+    remote.runtime.record_received(consumer.way, consumer.nbytes)
+    logger.info(
+        "Received %s from %s in %.2f s, %s, %s",
+        format_size(consumer.nbytes),
+        remote.from_fqcn,
+        time.monotonic() - started,
+        consumer.way,
+        consumer.place,
+    )
 
 
 def outcome(download: Callable[[], T]) -> tuple[str | None, T | None]:

@@ -27,8 +27,9 @@ from nvflare.app_opt.tensor_stream.server import TensorServerStreamer
 from nvflare.private.fed.client.client_runner import TaskRouter
 
 import nvflare_lazy
-from nvflare_lazy.flare import TensorOffload, job_context, results_in_memory, tensor_offload
+from nvflare_lazy.flare import LazySwarmClientController, TensorOffload, job_context, results_in_memory, tensor_offload
 from nvflare_lazy.transport import offload
+from nvflare_lazy.transport.handoff.hop import Hop
 from nvflare_lazy.transport.malloc_tuning import MallocTrimmer
 from nvflare_lazy.transport.registration import Registration, registered
 from tests.flare.conftest import give, receive_from
@@ -84,6 +85,37 @@ def test_trainers_that_a_client_starts_have_its_scratch_root(fl_ctx, tmp_path, m
     assert [path.name for path in (tmp_path / "root").iterdir() if path.is_dir()] == [offload.runtime.scratch.path.name]
     component.handle_event(EventType.END_RUN, fl_ctx)
     assert os.environ.get("NVFLARE_LAZY_SCRATCH") == before
+
+
+class _Counts:
+    def requires_materialized_task_result(self, task_name):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("runner", "scope", "components", "enabled"),
+    [
+        ({}, {}, {"offload": FLComponent()}, True),
+        ({"task_result_filters": {"train_out": [object()]}}, {}, {}, False),
+        ({"task_data_filters": {"train_in": [object()]}}, {}, {}, False),
+        ({}, {"task_result_filters": {"in": [], "out": [object()]}}, {}, False),
+        ({}, {"task_data_filters": {"in": [], "out": []}}, {}, True),
+        ({}, {}, {"counter": _Counts()}, False),
+        ({"task_router": SimpleNamespace(task_table={"a": SwarmClientController()})}, {}, {}, False),
+        ({"task_router": SimpleNamespace(task_table={"a": LazySwarmClientController()})}, {}, {}, True),
+    ],
+)
+def test_client_jobs_take_tensors_that_only_pass_through(fl_ctx, engine, tmp_path, runner, scope, components, enabled):
+    """Where NVFlare would request them in memory, since something there may write to them, they stay references."""
+    engine.get_all_components = lambda: components
+    fl_ctx.set_prop(FLContextKey.PROCESS_TYPE, ProcessType.CLIENT_JOB)
+    fl_ctx.set_prop(FLContextKey.RUNNER, SimpleNamespace(**runner))
+    fl_ctx.set_prop(FLContextKey.SCOPE_OBJECT, SimpleNamespace(**scope))
+    component = TensorOffload(str(tmp_path / "root"))
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    assert offload.runtime.shared(Hop).enabled == enabled
+    component.handle_event(EventType.END_RUN, fl_ctx)
+    assert not offload.runtime.shared(Hop).enabled
 
 
 def run(component, event, fl_ctx):

@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from nvflare.apis.signal import Signal
+from nvflare.app_common.executors.client_api.external_process_backend import ExternalProcessBackend
 from nvflare.fuel.f3 import communicator
 from nvflare.fuel.f3.cellnet import core_cell
 from nvflare.fuel.f3.drivers import aio_conn, aio_http_driver, grpc_driver, socket_conn
@@ -120,6 +122,22 @@ def test_names_of_the_service():
     DownloadService._tx_lock.release()
     assert "now - tx.last_active_time > tx.timeout" in inspect.getsource(DownloadService._monitor_tx)
     assert "receiver_ids" in inspect.signature(download_service._Transaction.__init__).parameters
+
+
+def test_results_of_trainers():
+    """They are decoded on routes of their own, before NVFlare waits for the downloads of references in them.
+
+    A receiver's confirmation is counted before NVFlare looks whether all have the payload.
+    """
+    routes = inspect.getsource(ExternalProcessBackend.initialize)
+    assert "(CHANNEL, Topic.RESULT_READY)" in routes
+    assert "(CellChannel.SERVER_COMMAND, ServerCommandNames.GET_TASK)" in routes
+    assert ExternalProcessBackend._collect_result_source_refs({"w": torch.zeros(1)}, "site-1.job.trainer") == set()
+    confirm = inspect.getsource(DownloadService._handle_confirm)
+    assert confirm.index("obj_confirmed") < confirm.index("_finish_transaction_if_complete")
+    assert list(inspect.signature(download_service.request_download_chunk).parameters)[:5] == [
+        *("from_fqcn", "ref_id", "state", "per_request_timeout", "cell")
+    ]
 
 
 def test_signals():

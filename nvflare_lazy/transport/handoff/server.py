@@ -91,7 +91,7 @@ class HandoffServer:
         with self._lock:
             before, served.told[receiver] = served.told.get(receiver, 0), done
         with _nvflare_private.serving(ref_id) as ref:
-            patience = _nvflare_private.patience_for(ref_id, receiver)
+            patience = _nvflare_private.patience_for(ref_id, receiver, served.sender)
             if ref is None or patience is None or done <= before:
                 return
             _nvflare_private.record_sent(ref, receiver, done - before)

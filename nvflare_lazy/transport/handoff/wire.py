@@ -96,6 +96,16 @@ def is_taken(fields: object) -> bool:
     return isinstance(fields, dict) and fields.get("files") == _TAKEN
 
 
+def for_all_to_fields() -> dict[str, Any]:
+    """Return what a client job adds to the end of a download of its trainer's result: it passes the result on."""
+    return {"for_all": True}
+
+
+def is_for_all(fields: object) -> bool:
+    """Whether the end of a download reports that the receiver passes the payload on to all others."""
+    return isinstance(fields, dict) and fields.get("for_all") is True
+
+
 class Wait(NamedTuple):
     """The sender is still writing: `done` bytes of the payload are in files."""
 
