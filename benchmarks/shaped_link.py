@@ -3,7 +3,8 @@
 
     python -m benchmarks.shaped_link                          # 0.1, 1 and 10 Gbit/s; 0, 20 and 80 ms
     python -m benchmarks.shaped_link --gbit 1 --delay 80 --rounds 3 --tensor-mib 4
-    python -m benchmarks.shaped_link --trainer                # the receiver is a trainer behind its client's job
+    python -m benchmarks.shaped_link --upload                 # from the client to the server
+    python -m benchmarks.shaped_link --trainer                # to a trainer behind its client's job, or from it
 
 Every process is real, with cells that talk over loopback; the client's connection to the server passes through a proxy
 that limits the rate of each direction and delays it. Delays are round trips: half of one in each direction. The
@@ -167,11 +168,12 @@ class _Pump:
 class _Case:
     """A server and a client on both ends of a link: NVFlare alone, or with this package."""
 
-    def __init__(self, plugin: bool, scheme: str, trainer: bool) -> None:
+    def __init__(self, plugin: bool, scheme: str, trainer: bool, upload: bool) -> None:
         self.name = "plugin" if plugin else "NVFlare"
         self._scratch = tempfile.TemporaryDirectory(prefix="nvflare_lazy_bench_")
-        self._receiver = "site_1__job__trainer" if trainer else "site_1__job"
-        names = ["server", "server__job", "site_1", "site_1__job", *([self._receiver] if trainer else [])]
+        ends = ["server__job", "site_1__job__trainer" if trainer else "site_1__job"]
+        names = ["server", "server__job", "site_1", "site_1__job", *(ends[1:] if trainer else [])]
+        self._sender, self._receiver = ends[::-1] if upload else ends
         port = free_port()
         self.link = ShapedLink(port)
         self.net = Net(
@@ -179,23 +181,23 @@ class _Case:
         )
         if plugin:
             self.net[self._receiver].call(scenes.offload, True)
-        self.net["server__job"].call(prepare, 1, 1)
+        self.net[self._sender].call(prepare, 1, 1)
         self._send()
 
     def _send(self) -> tuple[float, float, int, int]:
-        server, receiver = self.net["server__job"], self.net[self._receiver]
+        sender, receiver = self.net[self._sender], self.net[self._receiver]
         for peer in self.net.peers.values():
             peer.call(scenes.watch)
         before = sum(peer.call(processor_seconds) for peer in self.net.peers.values())
-        seconds = server.call(broadcast, [receiver.fqcn])
+        seconds = sender.call(broadcast, [receiver.fqcn])
         processor = sum(peer.call(processor_seconds) for peer in self.net.peers.values()) - before
         grown = {name: peer.call(scenes.grown) for name, peer in self.net.peers.items()}
         receiver.call(scenes.forget)
-        return seconds, processor, grown["server__job"], grown[self._receiver]
+        return seconds, processor, grown[self._sender], grown[self._receiver]
 
     def measure(self, gbit: float, delay_ms: float, mib: int, tensors: int) -> tuple[float, float, int, int]:
         """Return the seconds, the processor seconds, and the growth of the sender and of the receiver."""
-        self.net["server__job"].call(prepare, mib, tensors)
+        self.net[self._sender].call(prepare, mib, tensors)
         self.link.shape(gbit * 1e9 / 8, delay_ms / 1000)
         return self._send()
 
@@ -207,10 +209,17 @@ class _Case:
 
 
 def measure(
-    links: list[tuple[float, float]], *, rounds: int, tensor_mib: float, scheme: str, trainer: bool, seconds: float
+    links: list[tuple[float, float]],
+    *,
+    rounds: int,
+    tensor_mib: float = 16,
+    seconds: float = _SECONDS_FOR_EACH,
+    scheme: str = "http",
+    trainer: bool = False,
+    upload: bool = False,
 ) -> list[dict[str, Any]]:
     """Send a model over each link several times, with NVFlare alone and with this package in turn."""
-    cases = [_Case(plugin, scheme, trainer) for plugin in (False, True)]
+    cases = [_Case(plugin, scheme, trainer, upload) for plugin in (False, True)]
     rows = []
     try:
         for gbit, delay in links:
@@ -262,7 +271,8 @@ def main() -> None:
         "--seconds", type=float, default=_SECONDS_FOR_EACH, help="what a transfer takes at the full rate"
     )
     parser.add_argument("--scheme", choices=("http", "tcp", "grpc"), default="http", help="NVFlare's driver")
-    parser.add_argument("--trainer", action="store_true", help="the receiver is a trainer behind its client's job")
+    parser.add_argument("--trainer", action="store_true", help="the client's end is a trainer behind its client's job")
+    parser.add_argument("--upload", action="store_true", help="from the client to the server")
     parser.add_argument("--json", help="also write the results to this file")
     options = parser.parse_args()
     rows = measure(
@@ -271,6 +281,7 @@ def main() -> None:
         tensor_mib=options.tensor_mib,
         scheme=options.scheme,
         trainer=options.trainer,
+        upload=options.upload,
         seconds=options.seconds,
     )
     print(table(rows))

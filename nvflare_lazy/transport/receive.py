@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nvflare.apis.signal import Signal
-from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.streaming.cacheable import ItemConsumer
 from nvflare.fuel.f3.streaming.download_service import download_object
 
@@ -52,8 +51,6 @@ AS_ITEMS = "as whole tensors"
 _MAX_REPLIES_WITHOUT_ITEMS = 8
 # What NVFlare's loop raises if a reply is not what it expects, such as numbers instead of items.
 _NVFLARE_STUMBLES = (AssertionError, AttributeError, LookupError, TypeError, ValueError)
-# A server's or a client's job is "server.JOB" or "site.JOB"; a trainer is below its job.
-_PARTS_OF_A_JOB = 2
 
 
 @dataclass(frozen=True)
@@ -81,12 +78,6 @@ class RemotePayload:
     optional: bool = False
     abort: Any = None
     tally: PayloadTally | None = None
-
-    @property
-    def passes_through_job(self) -> bool:
-        """Whether one of the ends is a trainer's process, which only its client's job can be reached through."""
-        ends = (self.from_fqcn, self.cell.core_cell.my_info.fqcn)
-        return any(len(FQCN.split(end)) > _PARTS_OF_A_JOB for end in ends)
 
     def raise_if_aborted(self) -> None:
         """Raise TransferAbortedError if the signal was triggered."""

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 # Bytes one download may have in flight on a short line, those that are being written included, as long as the budget of
 # the process has room for them.
 WINDOW_BYTES = 8 << 20
-# The same, and of one segment, if messages pass through a client's job process: that holds copies of the bytes in
-# flight in both directions, and must stay small.
-_WINDOW_THROUGH_JOB_BYTES = 4 << 20
-_SEGMENT_THROUGH_JOB_BYTES = 1 << 20
 # How often each of them is in memory here: in the frame that NVFlare read, and in the message that it cut out of it.
 _COPIES = 2
 # How often a download that waits looks at its abort signal.
@@ -151,9 +147,7 @@ class SegmentDownload:
         self._progress = progress
         self._first_news = first_news
         self._on_slow = on_slow
-        through = remote.passes_through_job
-        self._window = Window(_WINDOW_THROUGH_JOB_BYTES if through else WINDOW_BYTES)
-        self._segment = _SEGMENT_THROUGH_JOB_BYTES if through else protocol.SEGMENT_BYTES
+        self._window = Window(WINDOW_BYTES)
         self._changed = threading.Condition()
         self._next = 0
         self._done = 0
@@ -221,7 +215,7 @@ class SegmentDownload:
                 offset = self._lost[0] if self._lost else self._next
                 if offset >= self._nbytes or self._failure is not None:
                     return
-                count = min(self._segment, self._nbytes - offset)
+                count = min(protocol.SEGMENT_BYTES, self._nbytes - offset)
                 here = sum(self._in_flight.values()) + self._writing
                 if here and here + count > self._window.nbytes:
                     return
