@@ -146,14 +146,14 @@ class Rendezvous:
                         os.close(fd)
 
     def _write_probe(self) -> None:
-        """Write the secret, and make sure that files can be linked here."""
-        probe = os.open(_PROBE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        """Write the secret, and name it with a link: this fails if files cannot be linked here."""
+        new = f"{_PROBE}.new"
+        probe = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
         try:
             os.fchmod(probe, 0o600)  # whatever the umask was
             os.write(probe, self._secret)
-            name = secrets.token_hex(16)
-            self._link(probe, name)
-            os.unlink(name, dir_fd=self._fd)
+            self._link(probe, _PROBE)
+            os.unlink(new, dir_fd=self._fd)
         finally:
             os.close(probe)
 
