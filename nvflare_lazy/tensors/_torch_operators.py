@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 # Their results share memory, though autograd is told that they do not.
 _UNDECLARED_VIEWS = ("unsafe_split", "unsafe_chunk", "_unsafe_view")
+# `set_` makes a tensor share the memory of the lazy one, so that writes reach it; the offsets of the others count from
+# the start of the storage, wherever the tensor starts.
+_NEED_THE_STORAGE = ("set_", "as_strided_copy", "as_strided_scatter", "_reshape_alias_copy")
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
@@ -32,7 +35,9 @@ class OperatorTraits:
         returns_views: Whether a result may share the memory of an argument.
         is_composite: Whether it consists of other operators. In inference mode torch dispatches it as one, and only its
             parts declare whether they return a view (`to`, `reshape`), the tensor itself (`dropout`) or a new one.
+        is_pure: Whether it only reads the elements of its arguments, and no result shares memory with them.
         reads_geometry_only: Whether the operator uses only the geometry of its first argument.
+        needs_storage: Whether the operator accesses the storage of an argument, beyond the tensor.
     """
 
     def __init__(self, func: Any) -> None:
@@ -58,6 +63,15 @@ class OperatorTraits:
         ) or name.startswith(_UNDECLARED_VIEWS)
         self.is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
         self.reads_geometry_only = name.startswith("new_") or name.endswith("_like")
+        self.needs_storage = name.startswith(_NEED_THE_STORAGE)
+        self.is_pure = not (
+            self.returns_views
+            or self.is_composite
+            or self.reads_geometry_only
+            or self.needs_storage
+            or self._written
+            or self._sometimes_written
+        )
 
     def decompose(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the operators that a composite one consists of."""
@@ -82,6 +96,29 @@ class OperatorTraits:
 def operator_traits(func: Any) -> OperatorTraits:
     """Return the traits of an operator."""
     return OperatorTraits(func)
+
+
+@cache
+def is_pure(func: Any) -> bool:
+    """Whether a function of torch only reads its arguments, and its result never shares memory with them.
+
+    Then a call with loaded tensors has the same result, and torch's dispatcher does not have to see the lazy one. The
+    first tensor subclass that it sees makes torch import `torch.distributed.tensor` and SymPy, half a second of
+    processor time.
+    """
+    kind, _, name = getattr(func, "__qualname__", "").rpartition(".")
+    packet = getattr(torch.ops.aten, name, None) if kind in ("TensorBase", "_VariableFunctionsClass") else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
+    traits = [
+        operator_traits(overload)
+        for overload in overloads
+        # TorchScript's own overloads, for lists and numbers, have no kernel. The caller handles `out`.
+        if torch._C._dispatch_has_kernel(overload.name())
+        and not any(argument.is_out for argument in overload._schema.arguments)
+    ]
+    return bool(traits) and all(each.is_pure for each in traits)
 
 
 # A complex tensor's conjugate and its imaginary part are marked by these bits; the operation itself is still pending.

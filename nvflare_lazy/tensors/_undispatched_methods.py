@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import Self
 
+_CPU = torch.device("cpu")
+
 
 def raise_immutable(what: str, kind: str = "tensor") -> NoReturn:
     """Raise the error for an operation, in the words of the caller, that would write to a tensor or array."""
@@ -166,6 +168,10 @@ def _set_data(target: torch.Tensor, value: torch.Tensor) -> None:
     target.data = value.materialize() if isinstance(value, UndispatchedMethods) else value
 
 
+def _device(*_: Any) -> Any:
+    return _CPU
+
+
 # Unbound calls of torch's own functions are redirected to these.
 HANDLERS: dict[Any, Callable[..., Any]] = {
     getattr(torch.Tensor, name): getattr(UndispatchedMethods, name)
@@ -190,5 +196,6 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     if hasattr(torch.Tensor, name)
 } | {
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__: _device,
     **{getattr(torch.Tensor, name): _raising(name) for name in ("apply_", "map_", "map2_", "share_memory_")},
 }

@@ -19,7 +19,13 @@ from nvflare_lazy.errors import UnsupportedTensorError
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors._parallel_read import MIN_SHARED_BYTES
 from nvflare_lazy.tensors._storage import Geometry, LazyStorage
-from nvflare_lazy.tensors._torch_operators import LoadCache, OperatorTraits, operator_traits, pending_signs_enabled
+from nvflare_lazy.tensors._torch_operators import (
+    LoadCache,
+    OperatorTraits,
+    is_pure,
+    operator_traits,
+    pending_signs_enabled,
+)
 from nvflare_lazy.tensors._undispatched_methods import HANDLERS, UndispatchedMethods, raise_immutable
 from nvflare_lazy.tensors.byte_source import MemorySource, read_elements
 from nvflare_lazy.tensors.strided_source import (
@@ -50,10 +56,8 @@ _CLONE = aten.clone.default
 _COPY = aten.copy_.default
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
-# `set_` makes a tensor share the memory of the lazy one, so that writes reach it; the offsets of the others count from
-# the start of the storage, wherever the tensor starts.
-_NEED_THE_STORAGE = (aten.set_, aten.as_strided_copy, aten.as_strided_scatter, aten._reshape_alias_copy)
 _CLONE_METHOD = torch.Tensor.clone
+_COPY_METHOD = torch.Tensor.copy_
 _AS_IT_IS = nullcontext()
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
@@ -198,6 +202,9 @@ class LazyTensor(UndispatchedMethods):
         kwargs = kwargs or {}
         if func is _CLONE_METHOD and _is_simple_clone(args, kwargs):
             return args[0].materialize()
+        if func is _COPY_METHOD and _is_simple_copy(args, kwargs):
+            torch.autograd.graph.increment_version(args[0])
+            return _copied(args[0], args[1])
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
@@ -213,6 +220,8 @@ class LazyTensor(UndispatchedMethods):
                 if _holds_lazy(kwargs["out"]):
                     raise_immutable(f"{func.__name__}(out=...)")
                 args, kwargs = _replaced((args, kwargs), _load_with_gradient)
+            elif is_pure(func) and not torch_is_watched() and not _needs_gradient((args, kwargs)):
+                args, kwargs = _replaced((args, kwargs), _loads.load)
             return func(*args, **kwargs)
 
     @classmethod
@@ -232,10 +241,7 @@ class LazyTensor(UndispatchedMethods):
         if func is _CLONE and not kwargs and args[0]._geometry_.is_plain:
             return args[0].materialize()
         if func is _COPY and _can_fill(args[0], args[1]):
-            nbytes = args[0].nbytes
-            if nbytes:
-                _fill(args[0], nbytes, args[1].source)
-            return args[0]
+            return _copied(args[0], args[1])
         with pending_signs_enabled():
             return cls._call(func, traits, args, kwargs)
 
@@ -247,7 +253,7 @@ class LazyTensor(UndispatchedMethods):
             return _lazy_view(func, args, kwargs)
         if traits.reads_geometry_only and isinstance(args[0], LazyTensor):
             args = (_stand_in(args[0]), *args[1:])
-        load = LazyTensor._pinned_tensor if func.overloadpacket in _NEED_THE_STORAGE else _loads.load
+        load = LazyTensor._pinned_tensor if traits.needs_storage else _loads.load
         return func(*_replaced(args, load), **_replaced(kwargs, load))
 
     # ---- parts ------------------------------------------------------------------------------------------------
@@ -302,6 +308,27 @@ def _is_simple_clone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     with torch._C.DisableTorchFunctionSubclass():
         return not args[0].requires_grad
+
+
+def _is_simple_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `copy_` is a plain read into memory that no mode, tracer or gradient observes."""
+    if len(args) != 2 or kwargs or torch_is_watched() or torch.is_grad_enabled():
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return not args[0].is_inference() and _can_fill(*args)
+
+
+def _copied(target: torch.Tensor, lazy: LazyTensor) -> torch.Tensor:
+    if target.nbytes:
+        _fill(target, target.nbytes, lazy.source)
+    return target
+
+
+def _needs_gradient(value: Any) -> bool:
+    """Whether autograd records an operation with these arguments: it may keep them, and lazy ones take no memory."""
+    return torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in torch.utils._pytree.tree_leaves(value)
+    )
 
 
 def _can_fill(target: torch.Tensor, lazy: object) -> bool:

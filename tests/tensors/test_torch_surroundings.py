@@ -7,6 +7,9 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
+import textwrap
 import weakref
 
 import numpy as np
@@ -573,3 +576,29 @@ def test_where_it_is_can_be_asked_without_reading():
     made = lazy(X)
     assert made.__dlpack_device__() == X.__dlpack_device__()
     assert "in memory" in repr(made)
+
+
+def test_ordinary_use_does_not_import_distributed_tensors():
+    """Torch imports them, and SymPy, for the first subclass in its dispatcher: half a second of a first round."""
+    program = """
+        import sys, torch, nvflare_lazy
+        model = torch.nn.Linear(2, 3)
+        made = {name: nvflare_lazy.LazyTensor.from_tensor(value) for name, value in model.state_dict().items()}
+        model.load_state_dict(made)
+        for lazy in made.values():
+            assert torch.equal(lazy.mul(2) - lazy + lazy.sum() * 0 + 1, lazy.clone().add_(1)), lazy
+            assert lazy.device.type == "cpu"
+        sys.exit("sympy" in sys.modules or "torch.distributed.tensor" in sys.modules)
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=500)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_loading_a_state_dict_is_a_write():
+    """Autograd finds out that a parameter was changed between a computation and its derivative."""
+    parameter = torch.nn.Parameter(X.clone())
+    squares = (parameter * parameter).sum()
+    with torch.no_grad():
+        parameter.copy_(lazy(X))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
