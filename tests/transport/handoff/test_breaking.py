@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.transport import bad_senders, scenes
-from tests.transport.handoff.test_mixes import any_size, seen, watch_data
+from tests.transport.handoff.test_cells import any_size, seen, watch_data
 from tests.transport.peers import Net
 
 SECRET = b"these bytes were removed by a filter. "
@@ -205,6 +205,18 @@ def test_three_receivers_share_one_copy(net):
         assert net[name].call(seen)[-1] == "by handoff"
         assert net[name].call(scenes.is_as_made, 32, 4)
     assert len({os.stat(path).st_ino for name in names for path in files_of(net[name])}) == 1
+
+
+def test_a_copy_is_written_over_the_previous_one(net):
+    """A client writes each result to the pages of the last one, if the server has given that up."""
+    net["site_1"].call(scenes.make_model, 8, 3)
+    inodes = []
+    for keeps in (False, True, False):
+        assert net["site_1"].call(scenes.send_model, "server") == "ok"
+        inodes.append([os.stat(path).st_ino for path in files_of(net["server"])])
+        if not keeps:
+            net["server"].call(scenes.forget)
+    assert inodes[0] == inodes[1] != inodes[2]
 
 
 @pytest.mark.slow  # waits until the sender gives the receiver up
