@@ -16,7 +16,7 @@ LINE = re.compile(
 )
 END = re.compile(
     r"Round (\d) finished in [\d.]+ s \(aggregation [\d.]+ s\): "
-    r"aggregated 2 of 3 results, received 3\.0 MiB; .*skipped: "
+    r"aggregated 2 of 3 results, received 3\.0 MiB as whole tensors; .*skipped: "
 )
 
 

@@ -77,6 +77,8 @@ class HandoffServer:
             logger.info("ignored a request of %s for files, with an invalid proof", receiver)
             return wire.none_to_fields()
         with self._lock:
+            if self._served.get(ref_id) is not served:  # withdrawn meanwhile
+                return wire.none_to_fields()
             if served.layout is None:
                 served.layout = Layout(payload, runtime.scratch, served.rendezvous, self._copies)
         layout = served.layout
