@@ -138,6 +138,14 @@ class DiskConsumer(PayloadConsumer):
             self._shards = PreallocatedShards(manifest, self.backend, self.directory)
             return self._shards
 
+    def abandon_sink(self) -> None:
+        """Release the space of the files; they go with the directory."""
+        with self._lock:
+            if isinstance(self._shards, PreallocatedShards):
+                self._shards.release_rest(0)
+                self._shards.close()
+                self._shards = None
+
     @property
     def takes_files(self) -> bool:
         """Whether the directory is one of the job's scratch, which can own links."""

@@ -63,6 +63,10 @@ class MemoryConsumer(PayloadConsumer):
         self._sink = MemorySink(manifest, self.backend, lambda name, value: self._deliver(name, value, self.result))
         return self._sink
 
+    def abandon_sink(self) -> None:
+        """Forget the values."""
+        self.result, self._order, self._sink = None, [], None
+
     def open_shown(self, visited: VisitedRendezvous, shown: ShownFile) -> TensorFile:
         """Open a file to read it."""
         return open_shown(visited, shown.id, shown.nbytes)

@@ -71,6 +71,9 @@ class PayloadSize:
     def __add__(self, other: PayloadSize) -> PayloadSize:
         return PayloadSize(self.nbytes + other.nbytes, self.tensors + other.tensors, self.name_bytes + other.name_bytes)
 
+    def __sub__(self, other: PayloadSize) -> PayloadSize:
+        return PayloadSize(self.nbytes - other.nbytes, self.tensors - other.tensors, self.name_bytes - other.name_bytes)
+
     def union(self, other: PayloadSize) -> PayloadSize:
         """Return the larger of the two in each respect."""
         return PayloadSize(
@@ -102,6 +105,11 @@ class PayloadTally:
             total = self._size + size
             self._check(sender, total)
             self._size = total
+
+    def remove(self, size: PayloadSize) -> None:
+        """Undo `add`: it was not received."""
+        with self._lock:
+            self._size = self._size - size
 
     def _check(self, sender: str, total: PayloadSize) -> None:
         limits = self.limits

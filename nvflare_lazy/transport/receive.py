@@ -136,6 +136,10 @@ class PayloadConsumer(ItemConsumer):
     def open_sink(self, manifest: Manifest) -> Sink:
         """Return what takes the bytes of these tensors."""
 
+    @abstractmethod
+    def abandon_sink(self) -> None:
+        """Undo `open_sink`; nothing was written."""
+
     @property
     def takes_files(self) -> bool:
         """Whether `open_shown` and `take_sources` may be used instead of `open_sink`."""

@@ -27,6 +27,7 @@ class Sender:
         nbytes = len(data) if nbytes is None else nbytes
         self.offer: Any = protocol.Offer(items, nbytes, len(encoded)).to_state()
         self.requests = 0
+        self.asked_for: set[str] = set()
 
     @classmethod
     def of(cls, values: dict[str, Any], backend: Any) -> Sender:
@@ -49,6 +50,7 @@ class Sender:
     def on_request(self, fields: dict[str, Any], take: Callable[[Any, Any], None]) -> str | None:
         """Answer a request for a segment with `take(headers, payload)`; return an error if it cannot be sent."""
         self.requests += 1
+        self.asked_for.add(fields["what"])
         source = self.encoded if fields["what"] == protocol.MANIFEST else self.data
         data = memoryview(source)[fields["at"] : fields["at"] + fields["n"]]
         take(protocol.Data(fields["to"], fields["at"]).to_headers(), data)

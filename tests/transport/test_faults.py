@@ -139,7 +139,8 @@ def test_segments_blocked(net, to_disk):
     ref_id = net["site_1"].call(bad_senders.offer)
     net["site_1"].call(bad_senders.drop_answers, 1)
     try:
-        outcome = net["server"].call(bad_senders.receive, "site-1", ref_id, to_disk=to_disk)
+        limits = PayloadLimits(20 << 20)  # it counts once
+        outcome = net["server"].call(bad_senders.receive, "site-1", ref_id, to_disk=to_disk, limits=limits)
     finally:
         net["site_1"].call(bad_senders.drop_answers, 0)
     assert outcome["error"] is None, outcome

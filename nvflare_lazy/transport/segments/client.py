@@ -36,6 +36,8 @@ _COPIES = 2
 _POLL_SECONDS = 0.1
 # A sender that has just answered through NVFlare answers a request for a segment at once, if it gets there.
 FIRST_NEWS_SECONDS = 15.0
+# The first request for data, if no request was answered before: even a very slow line brings the answer in time.
+_FIRST_BYTES = 16 << 10
 # After this time without news, bytes in flight no longer count in the budget: a sender that stalls would take it
 # from the others.
 _STALL_SECONDS = 3.0
@@ -215,7 +217,7 @@ class SegmentDownload:
                 offset = self._lost[0] if self._lost else self._next
                 if offset >= self._nbytes or self._failure is not None:
                     return
-                count = min(protocol.SEGMENT_BYTES, self._nbytes - offset)
+                count = self._count_at(offset)
                 here = sum(self._in_flight.values()) + self._writing
                 if here and here + count > self._window.nbytes:
                     return
@@ -232,6 +234,11 @@ class SegmentDownload:
                 self._in_flight[offset] = count
                 self._window.note_request(offset)
             self._request(offset, count)
+
+    def _count_at(self, offset: int) -> int:
+        if not offset and self._first_news is not None and self._what == protocol.DATA:
+            return min(_FIRST_BYTES, self._nbytes)
+        return min(protocol.SEGMENT_BYTES - offset % protocol.SEGMENT_BYTES, self._nbytes - offset)
 
     def _request(self, offset: int, count: int) -> None:
         remote = self.remote

@@ -32,6 +32,8 @@ SEGMENT_BYTES = 2 << 20
 # What a sender answers at most, whatever a later release asks for: NVFlare's http driver closes the connection on a
 # message of 4 MiB, headers included.
 MAX_REQUEST_BYTES = (4 << 20) - (64 << 10)
+# A manifest that is no larger is part of the offer: it needs no request of its own, which takes a round trip.
+MAX_OFFERED_MANIFEST_BYTES = 16 << 10
 _MAX_TEXT = 200
 _MAX_ITEM_TEXT = 4096
 _MAX_RECEIPTS = 256
@@ -45,15 +47,22 @@ ITEM = "item"
 
 @dataclass(frozen=True)
 class Offer:
-    """A sender's description of a payload, before it sends any of it."""
+    """A sender's description of a payload, before it sends any of it; with the manifest, if that is small."""
 
     items: int
     nbytes: int
     manifest_nbytes: int
+    manifest: bytes | None = None
 
-    def to_state(self) -> dict[str, int]:
+    @classmethod
+    def of(cls, items: int, nbytes: int, manifest: bytes) -> Offer:
+        """Describe a payload by its encoded manifest."""
+        return cls(items, nbytes, len(manifest), manifest if len(manifest) <= MAX_OFFERED_MANIFEST_BYTES else None)
+
+    def to_state(self) -> dict[str, Any]:
         """Return it as it travels."""
-        return {"v": VERSION, "items": self.items, "nbytes": self.nbytes, "manifest": self.manifest_nbytes}
+        state = {"v": VERSION, "items": self.items, "nbytes": self.nbytes, "manifest": self.manifest_nbytes}
+        return state if self.manifest is None else {**state, "list": self.manifest}
 
     @classmethod
     def from_state(cls, state: object) -> Offer | None:
@@ -66,7 +75,9 @@ class Offer:
         items, nbytes, manifest = (_count(state.get(key)) for key in ("items", "nbytes", "manifest"))
         if items is None or nbytes is None or manifest is None:
             raise ProtocolError(f"invalid offer: {quoted(state)}")
-        return cls(items, nbytes, manifest)
+        listed = state.get("list")
+        complete = isinstance(listed, bytes) and len(listed) == manifest <= MAX_OFFERED_MANIFEST_BYTES
+        return cls(items, nbytes, manifest, listed if complete else None)
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ class Segments:
         server.offer(ref_id, payload)
 
     def offer(self, payload: Payload, ref_id: str, runtime: TransferRuntime) -> dict[str, Any]:
-        """Return the numbers of tensors and bytes, and the size of the manifest."""
+        """Return the numbers of tensors and bytes, and the manifest or its size."""
         if not payload.names:
             return {}
-        offer = protocol.Offer(len(payload.names), payload.manifest.nbytes, len(payload.encoded_manifest))
+        offer = protocol.Offer.of(len(payload.names), payload.manifest.nbytes, payload.encoded_manifest)
         return {protocol.KEY: offer.to_state()}
 
     def withdraw(self, ref_id: str, runtime: TransferRuntime) -> None:
@@ -99,15 +99,30 @@ def _fetch(offer: protocol.Offer, download: PayloadConsumer) -> None:
     with remote.runtime.budget.hold(manifests.decoding_cost(offer.items, 0), remote.raise_if_aborted):
         sink = download.open_sink(manifest)
     progress = None if download.progress is None else download.progress.received
-    SegmentDownload(
-        remote, protocol.DATA, manifest.nbytes, sink.write, progress=progress, on_slow=sink.release_rest
-    ).run()
+    first_news = None if offer.manifest is None else FIRST_NEWS_SECONDS
+    try:
+        SegmentDownload(
+            remote,
+            protocol.DATA,
+            manifest.nbytes,
+            sink.write,
+            progress=progress,
+            first_news=first_news,
+            on_slow=sink.release_rest,
+        ).run()
+    except SegmentTimeoutError:
+        # The payload comes in another way, and counts there.
+        download.abandon_sink()
+        download.tally.remove(manifest.size)
+        raise
     download.nbytes = manifest.nbytes
     if progress is not None:
         progress(manifest.nbytes, len(manifest.items))
 
 
-def _fetch_encoded_manifest(offer: protocol.Offer, download: PayloadConsumer) -> memoryview:
+def _fetch_encoded_manifest(offer: protocol.Offer, download: PayloadConsumer) -> bytes | memoryview:
+    if offer.manifest is not None:
+        return offer.manifest
     remote = download.remote
     room = manifests.max_encoded_bytes(download.tally.limits)
     if offer.manifest_nbytes > room:

@@ -166,3 +166,40 @@ def test_a_stalled_download_keeps_no_space(clock, tmp_path, limit, monkeypatch):
         del values, consumer
         gc.collect()  # the errors of the other downloads refer to the frames of this one
         assert job.used == 0
+
+
+@pytest.mark.parametrize("to_disk", [False, True], ids=["to memory", "to disk"])
+@pytest.mark.parametrize("listed", [False, True], ids=["the list is sent", "the list is in the offer"])
+def test_first_request(listed, to_disk, tmp_path):
+    """A short list of tensors is part of the offer, and needs no request."""
+    runtime = TransferRuntime()
+    sender = Sender(GOOD.encoded, GOOD.data, len(VALUES))
+    if listed:
+        sender.offer = protocol.Offer.of(len(VALUES), len(GOOD.data), GOOD.encoded).to_state()
+    if to_disk:
+        with JobScratch.open(tmp_path, job="tests", min_free=0) as scratch:
+            consumer = DiskConsumer(TORCH, scratch.download())
+            download(sender, consumer=consumer, runtime=runtime)
+            values = consumer.values()
+            assert all(torch.equal(values[name].materialize(), value) for name, value in VALUES.items())
+            del values, consumer
+    else:
+        download(sender, runtime=runtime)
+    assert sender.asked_for == ({protocol.DATA} if listed else {protocol.DATA, protocol.MANIFEST})
+
+
+@pytest.mark.parametrize("listed", [b"", b"x", GOOD.encoded[:-1], "text", None, 7, [GOOD.encoded], b"x" * (1 << 20)])
+def test_a_list_that_is_not_in_the_offer(listed):
+    """A list of another length or type than the offer says is not read: the receiver asks for it."""
+    sender = Sender(GOOD.encoded, GOOD.data, len(VALUES))
+    sender.offer["list"] = listed
+    download(sender)
+    assert protocol.MANIFEST in sender.asked_for
+
+
+def test_a_list_that_is_false():
+    """A list in the offer is checked as one that is sent."""
+    sender = Sender(GOOD.encoded, GOOD.data, len(VALUES))
+    sender.offer["list"] = bytes(len(GOOD.encoded))
+    with pytest.raises(ProtocolError):
+        download(sender)
