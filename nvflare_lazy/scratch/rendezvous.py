@@ -179,7 +179,7 @@ class Rendezvous:
         count, mode = self._shown.pop(key, (1, stat.S_IMODE(status.st_mode)))
         if count > 1:
             self._shown[key] = count - 1, mode
-        else:
+        elif mode & _WRITABLE:  # another process that shows the file may have made it read-only, and restores it
             os.fchmod(fd, mode)
 
 

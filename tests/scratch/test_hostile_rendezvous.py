@@ -267,7 +267,7 @@ def test_a_link_that_comes_too_late_is_not_used(job, receiver, visited, monkeypa
     assert receiver.used == 0
 
 
-def test_a_file_is_read_only_as_long_as_it_is_shown(job, tmp_path):
+def test_a_file_is_read_only_as_long_as_it_is_shown(job, receiver, tmp_path):
     """Twice shown, taken back twice; a checkpoint that other users may read stays readable to them."""
     path = tmp_path / "checkpoint"
     path.write_bytes(DATA)
@@ -277,6 +277,12 @@ def test_a_file_is_read_only_as_long_as_it_is_shown(job, tmp_path):
         for id in ids:
             assert path.stat().st_mode & 0o777 == 0o444
             job.rendezvous().take_back([id, id])
+        assert path.stat().st_mode & 0o777 == 0o664
+        # A receiver may hand it on, and end that later than the sender.
+        first = job.rendezvous().show(file.fileno())
+        second = receiver.rendezvous().show(file.fileno())
+        job.rendezvous().take_back([first])
+        receiver.rendezvous().take_back([second])
     assert path.stat().st_mode & 0o777 == 0o664
     assert path.stat().st_nlink == 1
 
