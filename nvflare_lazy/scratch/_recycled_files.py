@@ -80,7 +80,11 @@ class RecycledFiles:
             os.close(make_private_directory(_NAME, dir_fd=self._job_fd))
         with self._opened() as own:
             os.rename(name, file.name, src_dir_fd=dir_fd, dst_dir_fd=own)
-            if _use(file.name, own) is _Use.READ:
+            try:
+                use = _use(file.name, own)
+            except OSError:  # such as too many open files
+                use = _Use.READ
+            if use is _Use.READ:
                 os.unlink(file.name, dir_fd=own)
                 return
         self.files.append(file)
@@ -93,16 +97,22 @@ class RecycledFiles:
         try:
             with self._opened() as own:
                 while self.files:
-                    with contextlib.suppress(IndexError, FileNotFoundError):
-                        file = self.files.pop()
-                        use = _use(file.name, own)
+                    known = len(lent)
+                    try:
+                        lent.append(self.files.pop())
+                        use = _use(lent[-1].name, own)
                         if use is _Use.LENT:
-                            lent.append(file)
-                        elif use is _Use.READ:
+                            continue
+                        file = lent.pop()
+                        if use is _Use.READ:
                             os.unlink(file.name, dir_fd=own)
                         else:
                             os.rename(file.name, name, src_dir_fd=own, dst_dir_fd=dir_fd)
                             return os.open(name, _WRITE, dir_fd=dir_fd)
+                    except IndexError:  # another thread has taken it
+                        break
+                    except FileNotFoundError:  # another program has deleted it
+                        del lent[known:]
         except FileNotFoundError:  # the directory
             self.files.clear()
         finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nvflare_lazy.errors import SourceReleasedError
+from nvflare_lazy.errors import ScratchError, SourceReleasedError
 from nvflare_lazy.scratch import JobScratch, _recycled_files
 from nvflare_lazy.tensors.tensor_file import FileSource
 from tests.scratch.conftest import bytes_of
@@ -181,6 +181,29 @@ def test_without_leases_nothing_is_kept(job, monkeypatch):
     download.release()
     assert recycled(job) == []
     assert not path.parent.exists()
+
+
+def test_no_file_is_lost_without_descriptors(job, monkeypatch):
+    """A file that cannot be examined for the moment is kept; one that never could be is removed."""
+    download, other = job.download(), job.download()
+    path = received(download)
+    received(other)
+    inode = path.stat().st_ino
+    download.release()
+    original = os.open
+
+    def refuse(name, flags, *rest, **options):
+        if flags == _recycled_files._READ:
+            raise OSError(24, "Too many open files")
+        return original(name, flags, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(ScratchError, match="Too many open files"):
+            job.download().new_file()
+        other.release()
+    assert recycled(job) == [len(OLD)]
+    assert received(job.download()).stat().st_ino == inode
 
 
 def test_nothing_is_left_of_the_job(root):
