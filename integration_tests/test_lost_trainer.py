@@ -107,7 +107,9 @@ def test_one_that_is_killed_in_mid_download(run_job: JobRunner, tmp_path: Path, 
             wait_for(lambda: all(lease.alive for lease in list_scratch(scratch)), 120)
             seen.extend(list_scratch(scratch))
 
-    described = job(wait=30, kind=kind, model_mib=16, rounds=3, trainer=KILLED)
+    # Files that are handed over are there at once: there would be no moment in the middle of a download.
+    segments = {"handoff": False}
+    described = job(wait=30, kind=kind, model_mib=16, rounds=3, trainer=KILLED, offload=segments)
     result = run_job(described, environment={"DOWNLOADS": str(downloads)}, during=look)
     assert seen
     assert all(lease.alive for lease in seen)
