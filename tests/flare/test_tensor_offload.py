@@ -45,8 +45,9 @@ def _mode_of_a_new_process():
 def test_a_run_has_scratch_of_its_own_from_beginning_to_end(fl_ctx, tmp_path):
     """It is leased when the run starts, with everything that is configured, and is gone when the run ends."""
     fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-7")
-    component = TensorOffload(str(tmp_path / "root"), scratch_quota="3MiB", memory_budget="64MiB")
+    component = TensorOffload(str(tmp_path / "root"), scratch_quota="3MiB", memory_budget="64MiB", handoff=False)
     component.handle_event(EventType.START_RUN, fl_ctx)
+    assert not offload.runtime.handoff
     scratch = offload.runtime.scratch
     assert scratch.path.parent == tmp_path / "root"
     assert scratch._quota.limit == 3 << 20

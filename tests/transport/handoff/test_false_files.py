@@ -21,6 +21,7 @@ from nvflare_lazy.transport.handoff import client, wire
 from nvflare_lazy.transport.handoff.copies import Copies
 from nvflare_lazy.transport.handoff.layout import Layout
 from nvflare_lazy.transport.handoff.server import HandoffServer
+from nvflare_lazy.transport.handoff.way import Handoff
 from nvflare_lazy.transport.limits import PayloadLimits, PayloadTally
 from nvflare_lazy.transport.offload import ReceiveMode, TransferRuntime
 from nvflare_lazy.transport.receive import RemotePayload, receive
@@ -77,17 +78,17 @@ def files(job):
     layout.release()
 
 
-def download(root, job, answers, *, to_disk=True, quota=None, **offer):
-    """Receive the payload; return how, and the values."""
+def download(root, job, answers, *, to_disk=True, quota=None, handoff=True, progress=None, **offer):
+    """Receive the payload; return how, and the bytes that the quota counts."""
     sender = HandingSender.of(VALUES, TORCH)
     sender.answers = answers
     sender.offered = wire.RendezvousOffer(NONCE, host_token(NONCE), job.rendezvous().lease)._replace(**offer)
     cell, runtime = FakeCell(), TransferRuntime()
     cell.connect(sender)
     with JobScratch.open(root, job="receiver", quota=quota) as scratch:
-        runtime.use(ReceiveMode(scratch, 32 << 20))
+        runtime.use(ReceiveMode(scratch, 32 << 20, handoff=handoff))
         consumer = DiskConsumer(TORCH, scratch.download()) if to_disk else MemoryConsumer(TORCH)
-        receive(consumer, RemotePayload(runtime, cell, SENDER, "ref"))
+        receive(consumer, RemotePayload(runtime, cell, SENDER, "ref"), progress)
         values = consumer.values() if to_disk else consumer.result
         assert all(torch.equal(values[name].contiguous() + 0, value) for name, value in VALUES.items())
         used = scratch.used
@@ -99,8 +100,10 @@ def download(root, job, answers, *, to_disk=True, quota=None, **offer):
 def test_true_files(root, job, files, to_disk):
     """What the false ones below are made of: the files are taken, after some waiting."""
     answers = [{"files": "wait", "done": done} for done in (0, TENSOR)] + [{"files": files}]
-    way, used = download(root, job, answers, to_disk=to_disk)
+    events = []
+    way, used = download(root, job, answers, to_disk=to_disk, progress=lambda **event: events.append(event))
     assert way == "by handoff"
+    assert [events[0]["bytes_done"], events[-1]["bytes_done"], events[-1]["items_done"]] == [0, 4 * TENSOR, 4]
     assert used == (files[0][0][1] if to_disk else 0)
 
 
@@ -120,6 +123,19 @@ def test_false_offers(root, job, files, offer, monkeypatch):
     """Another host, or no directory of this user: the receiver asks for no files."""
     monkeypatch.setattr(client.FileDownload, "_ask", lambda *_: pytest.fail("asked"))
     assert download(root, job, [], **offer)[0] == "in segments"
+
+
+def test_switched_off(root, job, files, monkeypatch):
+    """Without the option, files are neither offered nor asked for."""
+    monkeypatch.setattr(client.FileDownload, "_ask", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(wire, "MIN_BYTES", 0)
+    assert download(root, job, [], handoff=False)[0] == "in segments"
+    runtime, payload = TransferRuntime(), Payload(VALUES, TORCH)
+    way = Handoff()
+    way.serve(payload, "ref", FakeCell(), runtime)
+    for handoff in (True, False):
+        runtime.use(ReceiveMode(job, 32 << 20, handoff=handoff))
+        assert bool(way.offer(payload, "ref", runtime)) == handoff
 
 
 def changed(true, **parts):
