@@ -65,9 +65,7 @@ class Handoff:
         download.nbytes = segments.nbytes
         if download.progress is not None:
             download.progress.received(segments.nbytes, segments.items)
-        state = end_state(segments, download)
-        state[protocol.KEY].update(wire.taken_to_fields())
-        return state
+        return end_state(segments, download)
 
     def answer(
         self, state: dict[str, Any], ref_id: str, receiver: str, runtime: TransferRuntime

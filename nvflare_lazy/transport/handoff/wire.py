@@ -31,7 +31,6 @@ _TOKEN = re.compile(r"[0-9a-f]{16,128}")
 _LEASE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _ID = re.compile(r"[0-9a-f]{32}")
 _WAIT = "wait"
-_TAKEN = "taken"
 _START = itemgetter(0)
 
 
@@ -84,16 +83,6 @@ def proof_from_fields(fields: object) -> str | None:
         return None
     proof = fields["proof"]
     return proof if isinstance(proof, str) and _TOKEN.fullmatch(proof) else ""
-
-
-def taken_to_fields() -> dict[str, Any]:
-    """Return what the receiver adds to the end of a download whose files it took."""
-    return {"files": _TAKEN}
-
-
-def is_taken(fields: object) -> bool:
-    """Whether the end of a download reports that the receiver took the files."""
-    return isinstance(fields, dict) and fields.get("files") == _TAKEN
 
 
 def for_all_to_fields() -> dict[str, Any]:
