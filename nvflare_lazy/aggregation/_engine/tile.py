@@ -110,18 +110,25 @@ class Tile:
         self.nbytes = count * group.inputs[0].dtype.itemsize * len(group.members)
         self._reference = None if group.reference is None else arena.take_buffer(group.reference.dtype, count)
 
-    def read(self, index: int) -> torch.Tensor:
-        """Return the elements of one member of the group, by index; valid until the next call."""
+    def read(self, index: int, into: tuple[torch.Tensor, memoryview] | None = None) -> torch.Tensor:
+        """Return the elements of one member of the group, by index.
+
+        Args:
+            index: The member.
+            into: A tensor of the group's real dtype and its bytes, to read to. Default: memory of the tile, which the
+                next call overwrites.
+        """
+        values, buffer = (self._values, self._bytes) if into is None else into
         contributor = self.group.contributors[index]
         try:
-            self.group.inputs[index].read(self.start, self._bytes)
+            self.group.inputs[index].read(self.start, buffer)
         except MemoryError:
             raise
         except Exception as error:
             raise ContributionError(contributor, error) from error
-        if self._non_finite != "keep" and not _all_finite(self._values):
-            raise ContributionError(contributor, self._where_not_finite(contributor))
-        return self._clean(self._values)
+        if self._non_finite != "keep" and not _all_finite(values):
+            raise ContributionError(contributor, self._where_not_finite(contributor, values))
+        return self._clean(values)
 
     def read_reference(self) -> torch.Tensor:
         """Return the elements of the global model; valid until the next call."""
@@ -135,11 +142,11 @@ class Tile:
         # In a file, a bool can be any byte; as a number, it is at most 1.
         return values.clamp_(max=1) if self.group.dtype is torch.bool else values
 
-    def _where_not_finite(self, contributor: str) -> NonFiniteError:
-        found = int((~torch.isfinite(self._values.double())).nonzero()[0])
+    def _where_not_finite(self, contributor: str, values: torch.Tensor) -> NonFiniteError:
+        found = int((~torch.isfinite(values.double())).nonzero()[0])
         index = bisect_right(self.group.ends, self.start + found)
         return NonFiniteError(
-            f"{self.group.names[index]!r} of {contributor!r} contains {self._values[found].item()}; set "
+            f"{self.group.names[index]!r} of {contributor!r} contains {values[found].item()}; set "
             "on_non_finite='skip' to skip the contribution, or 'keep' to compute with such values"
         )
 

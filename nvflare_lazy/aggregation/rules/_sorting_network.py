@@ -76,9 +76,39 @@ def sorted_values(tile: Tile, indices: list[int], first: int, last: int) -> list
     dtype = tile.group.inputs[0].dtype
     wide = torch.int64 if dtype not in FLOATS else torch.float64 if dtype == torch.float64 else torch.float32
     spare = tile.arena.take(wide, tile.count)
-    wires = [tile.arena.take(wide, tile.count) for _ in indices]
-    for wire, index in zip(wires, indices, strict=True):
-        _load(wire, tile.read(index))
+    memory = [tile.arena.take_buffer(wide, tile.count) for _ in indices]
+
+    def load_and_sort(*, has_nan: bool) -> list[torch.Tensor]:
+        for wire, index in zip(memory, indices, strict=True):
+            _load(wire, index, tile, has_nan=has_nan)
+        return _sort([values for values, _ in memory], spare, first, last)
+
+    ranked = load_and_sort(has_nan=False)
+    if dtype in FLOATS:
+        # Every rank depends on every value, and a minimum or maximum with a NaN is NaN.
+        if not torch.isfinite(ranked[0].sum()) and torch.isnan(ranked[0]).any():
+            ranked = load_and_sort(has_nan=True)
+        for values in ranked:
+            # Which of two zeros with different signs a minimum returns depends on their position in the tile.
+            values.add_(0.0)
+    return [values.bitwise_xor_(_SIGN).view(torch.uint64) for values in ranked] if dtype == torch.uint64 else ranked
+
+
+def _load(wire: tuple[torch.Tensor, memoryview], index: int, tile: Tile, *, has_nan: bool) -> None:
+    """Read the values of a contributor, without a copy if the wire has their dtype."""
+    values, _ = wire
+    if values.dtype == tile.group.inputs[index].dtype:
+        tile.read(index, wire)
+    elif tile.group.inputs[index].dtype == torch.uint64:
+        # Flipping the sign bit makes the signed order the unsigned one.
+        torch.bitwise_xor(tile.read(index).view(torch.int64), _SIGN, out=values)
+    else:
+        values.copy_(tile.read(index))
+    if has_nan:
+        values.nan_to_num_(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
+
+
+def _sort(wires: list[torch.Tensor], spare: torch.Tensor, first: int, last: int) -> list[torch.Tensor]:
     for low, high, needs_low, needs_high in sorting_network(len(wires), first, last):
         if needs_low and needs_high:
             torch.minimum(wires[low], wires[high], out=spare)
@@ -88,19 +118,4 @@ def sorted_values(tile: Tile, indices: list[int], first: int, last: int) -> list
             torch.minimum(wires[low], wires[high], out=wires[low])
         else:
             torch.maximum(wires[low], wires[high], out=wires[high])
-    ranked = wires[first : last + 1]
-    return [wire.bitwise_xor_(_SIGN).view(torch.uint64) for wire in ranked] if dtype == torch.uint64 else ranked
-
-
-def _load(wire: torch.Tensor, values: torch.Tensor) -> None:
-    if wire.dtype == torch.int64:
-        if values.dtype == torch.uint64:
-            # Flipping the sign bit makes the signed order the unsigned one.
-            torch.bitwise_xor(values.view(torch.int64), _SIGN, out=wire)
-        else:
-            wire.copy_(values)
-        return
-    # Which of two zeros with different signs a minimum returns depends on their position in the tile.
-    wire.copy_(values).add_(0.0)
-    if not torch.isfinite(wire.sum()):
-        wire.nan_to_num_(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
+    return wires[first : last + 1]
