@@ -42,7 +42,8 @@ def publish_file(file: AtomicFile) -> None:
         file.sync()
     with _locked(file.directory):
         file.publish()
-        sync_directory(file.directory)
+        if file.fsync:
+            sync_directory(file.directory)
         # A single file counts before shards and index of its name, so those are garbage now.
         _remove_garbage(file.directory, [*_shards_of(file.path), os.path.basename(index_path(file.path))])
 
