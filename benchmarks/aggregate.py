@@ -2,12 +2,13 @@
 """What aggregating costs, beside the limit of the machine, stock NVFlare and NumPy.
 
     python -m benchmarks.aggregate                  # all parts, with 4 contributors of 1 GiB
-    python -m benchmarks.aggregate mean --mib 256   # one part, smaller
+    python -m benchmarks.aggregate limits --mib 256 # one part, smaller
 
 Parts:
-  mean     the weighted mean in float32 and bfloat16, warm page cache, without waiting for the disk. The limit reads all
-           contributions once into a reused buffer, adds them up in float64 and writes the result, on all cores. Stock
-           NVFlare materializes every tensor, adds with its WeightedAggregationHelper, and saves with torch.save.
+  limits   the weighted mean in float32 and bfloat16, and the median of 16 contributors of a quarter of the size. None
+           waits for the disk. From the page cache, the limit reads all contributions once and writes a result, on all
+           cores, with and without the arithmetic. From the disk, the limit reads them once, file by file. Stock NVFlare
+           materializes every tensor, adds with its WeightedAggregationHelper, and saves with torch.save.
   memory   peak anonymous memory over budgets, sizes and numbers of contributors, each in a process of its own.
   rules    median, trimmed mean and Krum of 8 contributors of half the size, beside NumPy with all of it in memory.
   small    20,000 tensors of a few hundred elements.
@@ -21,22 +22,31 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import nvflare_lazy
+from benchmarks.aggregation_limits import (
+    Arithmetic,
+    Median,
+    NoArithmetic,
+    Sum,
+    compute,
+    make_cold,
+    read_compute_write,
+    read_once,
+)
 from benchmarks.machine import describe_machine
-from benchmarks.measuring import MIB, PeakMemory, in_turns
+from benchmarks.measuring import MIB, PeakMemory, Turn, in_turns
 from nvflare_lazy.aggregation import Aggregation
-from nvflare_lazy.tensors.tensor_memory import storage_bytes
 from tests.measure import rss_anon
 
-BUFFER_BYTES = MIB
+ENGINE = "nvflare-lazy"
 EXAMPLES = (1300, 250, 870, 410, 90, 333, 721, 1024)
 
 
@@ -79,44 +89,6 @@ class Contributors:
         os.sync()
 
 
-def limit(contributors: Contributors, out: Path, threads: int) -> None:
-    """Read everything once, add it up, write the result; as little else as possible."""
-    files = [os.open(path, os.O_RDONLY) for path in contributors.paths]
-    target = os.open(out, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-    offsets = iter(range(0, contributors.nbytes, BUFFER_BYTES))
-    lock = threading.Lock()
-
-    def work() -> None:
-        torch.get_num_threads()
-        torch.set_num_threads(1)
-        values = torch.empty(BUFFER_BYTES // contributors.dtype.itemsize, dtype=contributors.dtype)
-        buffer = storage_bytes(values)
-        total, term = (torch.empty(len(values), dtype=torch.float64) for _ in range(2))
-        while True:
-            with lock:
-                offset = next(offsets, None)
-            if offset is None:
-                return
-            for number, file in enumerate(files):
-                os.preadv(file, [buffer], offset)
-                if number == 0:
-                    total.copy_(values)
-                else:
-                    total.add_(term.copy_(values))
-            values.copy_(total)
-            os.pwrite(target, buffer, offset)
-
-    before = torch.get_num_threads()
-    workers = [threading.Thread(target=work) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    torch.set_num_threads(before)
-    for file in (*files, target):
-        os.close(file)
-
-
 def engine(contributors: Contributors, out: Path, rule: object = "mean", **settings: object) -> None:
     """Aggregate with this project."""
     weights = contributors.weights if rule == "mean" else None
@@ -134,40 +106,108 @@ def stock(contributors: Contributors, out: Path) -> None:
     torch.save(helper.get_result(), out)
 
 
-def show(seconds: Mapping[str, list[float]], reference: str, nbytes: int) -> None:
-    """Print the median time of each with its range, and the ratio to one of them."""
+def show(seconds: Mapping[str, list[Turn]], reference: str, nbytes: int) -> None:
+    """Print the median time of each with its range, its processor time, and the ratio to one of them."""
     base = statistics.median(seconds[reference])
     for name, times in seconds.items():
         median = statistics.median(times)
+        cpu = statistics.median(turn.cpu_seconds for turn in times)
         rate = nbytes / median / 1e9
         print(
-            f"  {name:16} {median:7.2f} s  ({min(times):.2f} to {max(times):.2f})  {rate:6.2f} GB/s read  "
-            f" {median / base:5.2f} × {reference}",
+            f"  {name:20} {median:7.2f} s  ({min(times):.2f} to {max(times):.2f})  CPU {cpu:6.2f} s  "
+            f"{rate:6.2f} GB/s read  {median / base:6.2f} × {reference}",
             flush=True,
         )
 
 
-def measure_mean(folder: Path, options: argparse.Namespace) -> None:
-    """Time the weighted mean against the limit and stock NVFlare."""
-    cores = len(os.sched_getaffinity(0))
+def judge(seconds: Mapping[str, list[Turn]], limit: str, most: float) -> None:
+    """Print whether the engine takes at most so many times as long as a limit."""
+    clock = statistics.median(seconds[ENGINE]) / statistics.median(seconds[limit])
+    cpu = [statistics.median(turn.cpu_seconds for turn in seconds[name]) for name in (ENGINE, limit)]
+    verdict = "holds" if clock <= most else "does not hold"
+    print(f"  at most {most} × {limit}: {verdict}, {clock:.2f} (of the CPU time {cpu[0] / cpu[1]:.2f})", flush=True)
+
+
+@dataclass(frozen=True)
+class LimitCase:
+    """An aggregation, the arithmetic that it cannot do without, and how many times the limit it may take."""
+
+    rule: str
+    dtype: torch.dtype
+    arithmetic: type[Arithmetic]
+    most: float
+    share: int = 1  # of the contributors, and of the size of each
+
+
+CASES = (
+    LimitCase("mean", torch.float32, Sum, 1.1),
+    LimitCase("mean", torch.bfloat16, Sum, 1.25),
+    LimitCase("median", torch.float32, Median, 1.1, share=4),
+)
+MOST_COLD = 1.1
+
+
+def measure_limits(folder: Path, options: argparse.Namespace) -> None:
+    """Time aggregation against the limits of the machine, and the mean against stock NVFlare."""
     out = folder / "out"
+    for case in CASES:
+        count, mib = options.contributors * case.share, options.mib // case.share
+        contributors = Contributors(folder, count, mib, case.dtype)
+        what = f"{case.rule} of {count} × {mib} MiB {str(case.dtype)[6:]}, not waiting for the disk"
+        measure_warm(case, contributors, out, options.rounds, f"\n{what}, from the page cache:")
+        measure_cold(case, contributors, out, options.rounds, f"\n{what}, from the disk:")
+        for path in contributors.paths:
+            path.unlink()
+
+
+def measure_warm(case: LimitCase, contributors: Contributors, out: Path, rounds: int, title: str) -> None:
+    """Time one case with contributions in the page cache."""
+    cores = len(os.sched_getaffinity(0))
+    count, nbytes, dtype = len(contributors.paths), contributors.nbytes, case.dtype
+
+    def plain(arithmetic: type[Arithmetic]) -> None:
+        read_compute_write(contributors.paths, nbytes, dtype, arithmetic, out, cores)
 
     def clear() -> None:
         out.unlink(missing_ok=True)
         os.sync()
 
-    for dtype in (torch.float32, torch.bfloat16):
-        contributors = Contributors(folder, options.contributors, options.mib, dtype)
-        print(f"\nmean of {options.contributors} × {options.mib} MiB {dtype}, not waiting for the disk:", flush=True)
-        contributors.warm()
-        rivals: dict[str, Callable[[], object]] = {
-            "limit": lambda c=contributors: limit(c, out, cores),
-            "nvflare-lazy": lambda c=contributors: engine(c, out),
-            "stock NVFlare": lambda c=contributors: stock(c, out),
-        }
-        seconds = in_turns(rivals, options.rounds, clear)
-        show(seconds, "limit", contributors.nbytes * options.contributors)
-        clear()
+    rivals: dict[str, Callable[[], object]] = {
+        "read and write": lambda: plain(NoArithmetic),
+        "compute": lambda: compute(count, nbytes, dtype, case.arithmetic, cores),
+        "read, compute, write": lambda: plain(case.arithmetic),
+        ENGINE: lambda: engine(contributors, out, case.rule),
+    }
+    if case.rule == "mean":
+        rivals["stock NVFlare"] = lambda: stock(contributors, out)
+    contributors.warm()
+    print(title, flush=True)
+    seconds = in_turns(rivals, rounds, clear)
+    clear()
+    show(seconds, "read and write", nbytes * count)
+    for limit in ("read and write", "read, compute, write"):
+        judge(seconds, limit, case.most)
+
+
+def measure_cold(case: LimitCase, contributors: Contributors, out: Path, rounds: int, title: str) -> None:
+    """Time one case with contributions that are not in the page cache."""
+
+    def clear() -> None:
+        out.unlink(missing_ok=True)
+        os.sync()
+        make_cold(contributors.paths)
+
+    rivals: dict[str, Callable[[], object]] = {
+        "read once": lambda: read_once(contributors.paths, direct=False),
+        "read once, O_DIRECT": lambda: read_once(contributors.paths, direct=True),
+        ENGINE: lambda: engine(contributors, out, case.rule),
+    }
+    print(title, flush=True)
+    seconds = in_turns(rivals, rounds, clear)
+    clear()
+    fastest = min(("read once", "read once, O_DIRECT"), key=lambda name: statistics.median(seconds[name]))
+    show(seconds, fastest, contributors.nbytes * len(contributors.paths))
+    judge(seconds, fastest, MOST_COLD)
 
 
 def measure_memory(folder: Path, options: argparse.Namespace) -> None:
@@ -269,7 +309,7 @@ def measure_small(folder: Path, options: argparse.Namespace) -> None:
     show(in_turns(rivals, options.rounds), "stock NVFlare", contributors.nbytes * 4)
 
 
-PARTS = {"mean": measure_mean, "memory": measure_memory, "rules": measure_rules, "small": measure_small}
+PARTS = {"limits": measure_limits, "memory": measure_memory, "rules": measure_rules, "small": measure_small}
 
 
 def main() -> None:
