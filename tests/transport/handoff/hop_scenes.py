@@ -10,13 +10,16 @@ from tests.transport.peers import CHANNEL, TOPIC, State
 
 
 def enable(state: State, quota: int | None = None) -> None:
-    """Receive as a client job with the component does."""
+    """Receive as a client job with the component does, from the beginning."""
     from nvflare_lazy.scratch import JobScratch
     from nvflare_lazy.transport import offload
     from nvflare_lazy.transport.handoff.hop import Hop
 
-    state.kept["scratch"] = scratch = JobScratch.open(state.scratch_root, job="job", quota=quota)
-    offload.enable(scratch)
+    mode = offload.runtime._mode
+    if mode is None or mode.scratch is None or quota is not None or mode.scratch._quota.limit is not None:
+        end(state)
+        offload.enable(JobScratch.open(state.scratch_root, job="job", quota=quota))
+    offload.runtime.use(offload.runtime._mode._replace(handoff=True))
     offload.runtime._shared[Hop] = hop = Hop()
     hop.enabled = True
 
