@@ -20,10 +20,14 @@ MIB = 1 << 20
 
 
 class HopJob(FLJob):
-    """The trainers' command says `install()`, and the clients ask soon again whether a result is still wanted."""
+    """The trainers' command says `install()`, and the clients ask soon again whether a result is still wanted.
+
+    The options of the component are for the server only.
+    """
 
     def client(self) -> dict[str, Any]:
         config = super().client()
+        config["components"][0]["args"] = {}
         executor = config["executors"][0]["executor"]["args"]
         python, unbuffered, script, *_ = executor["command"]
         executor["command"] = [python, unbuffered, "-m", "nvflare_lazy.flare.install", script]
@@ -47,9 +51,10 @@ def check_model(result: RunResult) -> None:
 
 
 @pytest.mark.parametrize("launch_once", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_trainer_that_leaves_and_a_result_that_is_lost(run_job: JobRunner, launch_once: bool):
+def test_trainer_that_leaves_and_a_result_that_is_lost(run_job: JobRunner, tmp_path: Path, launch_once: bool):
     """The client job has the result when the trainer's `send` returns, and sends it until it arrives."""
-    result = run_job(hop_job(executor={"launch_once": launch_once}))
+    elsewhere = tmp_path / "elsewhere"
+    result = run_job(hop_job(executor={"launch_once": launch_once}, offload={"scratch_dir": str(elsewhere)}))
     check_model(result)
     assert result.output.count("has sent everything") == 2
     assert result.output.count("lost a result") == 4
@@ -58,6 +63,7 @@ def test_trainer_that_leaves_and_a_result_that_is_lost(run_job: JobRunner, launc
     assert len(taken) == 4
     assert all("by handoff, on disk" in line for line in taken)
     wait_until_empty(result.workspace.parent / "scratch")
+    wait_until_empty(elsewhere)
 
 
 @in_deployment

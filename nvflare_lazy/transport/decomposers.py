@@ -262,10 +262,13 @@ class LazyDecomposer(ViaDownloaderDecomposer):
         if scratch is None:
             return None, receive(MemoryConsumer(self.backend), remote, progress_cb)
         roots = _nvflare_private.offload_roots(fobs_ctx or {})
+        hop = offload.runtime.shared(Hop) if (fobs_ctx or {}).get(FOBSContextKey.PASS_THROUGH) else None
+        from_trainer = hop is not None and FQCN.is_ancestor(cell.get_fqcn(), from_fqcn)
+        if hop is not None and not from_trainer and hop.is_near(remote):
+            return None, {}
         consumer = DiskConsumer(self.backend, scratch.download(label=from_fqcn), roots)
-        if _passes_through(fobs_ctx, cell, from_fqcn):
-            is_taken = offload.runtime.shared(Hop).take_result(consumer, remote)
-            return None, consumer.values() if is_taken else {}
+        if hop is not None and from_trainer:
+            return None, consumer.values() if hop.take_result(consumer, remote) else {}
         receive(consumer, remote, progress_cb)
         return None, consumer.values()
 
@@ -329,11 +332,6 @@ def _is_secure(fobs_ctx: dict[str, Any], fqcn: str) -> bool:
     if message is None or message.get_header(MessageHeaderKey.ORIGIN) != fqcn:
         return False
     return bool(message.get_header(MessageHeaderKey.SECURE, False))
-
-
-def _passes_through(fobs_ctx: dict[str, Any] | None, cell: Any, from_fqcn: str) -> bool:
-    """Whether a payload is the result of a trainer, and this process its client job, which passes it on."""
-    return bool((fobs_ctx or {}).get(FOBSContextKey.PASS_THROUGH)) and FQCN.is_ancestor(cell.get_fqcn(), from_fqcn)
 
 
 def _must_decode(fobs_ctx: dict[str, Any]) -> bool:

@@ -38,6 +38,20 @@ _MAX_WAIT_SECONDS = 0.2
 _STALL_SECONDS = 60.0
 
 
+def visit(offer: wire.RendezvousOffer, remote: RemotePayload) -> VisitedRendezvous | None:
+    """Open the directory in which a sender shows its files; None if that is not on this host, or not in this root."""
+    if offer.host_token != host_token(offer.nonce):
+        return None
+    try:
+        visited = remote.runtime.scratch.visit(offer.lease)
+    except ScratchError as error:
+        logger.debug("no handoff from %s: %s", remote.from_fqcn, error)
+        return None
+    if visited is None:
+        logger.debug("no handoff from %s: it uses another scratch root", remote.from_fqcn)
+    return visited
+
+
 class FileDownload:
     """Receives one payload by taking its files.
 
@@ -59,7 +73,7 @@ class FileDownload:
             ProtocolError: If the list of tensors is invalid, or larger than the message may be.
             TransferAbortedError: If the download was called off.
         """
-        visited = self._visit(offer)
+        visited = visit(offer, self._remote)
         if visited is None:
             return False
         with visited:
@@ -76,18 +90,6 @@ class FileDownload:
             except (ProtocolError, ScratchError, SourceError) as error:
                 return self._give_up(error)
         return True
-
-    def _visit(self, offer: wire.RendezvousOffer) -> VisitedRendezvous | None:
-        if offer.host_token != host_token(offer.nonce):
-            return None
-        try:
-            visited = self._remote.runtime.scratch.visit(offer.lease)
-        except ScratchError as error:
-            logger.debug("no handoff from %s: %s", self._remote.from_fqcn, error)
-            return None
-        if visited is None:
-            logger.debug("no handoff from %s: it uses another scratch root", self._remote.from_fqcn)
-        return visited
 
     def _give_up(self, reason: Exception) -> bool:
         logger.info(

@@ -24,6 +24,15 @@ def enable(state: State, quota: int | None = None) -> None:
     hop.enabled = True
 
 
+def use_root(state: State, root: str) -> None:
+    """Have scratch in this root."""
+    from nvflare_lazy.scratch import JobScratch
+    from nvflare_lazy.transport import offload
+
+    mode = offload.runtime.mode_for(None)
+    offload.runtime.use(mode._replace(scratch=JobScratch.open(root, job="server")))
+
+
 def end(state: State) -> None:
     from nvflare_lazy.transport import offload
 

@@ -15,12 +15,15 @@ TRAINER = "site_1__trainer"
 
 @pytest.fixture(scope="module")
 def net(tmp_path_factory):
-    scratch = str(tmp_path_factory.mktemp("scratch"))
-    with Net(scratch, handoff=True, server=True, site_2=True, site_1=True, site_1__trainer=True) as net:
-        net.add("site_1__stock", False)
-        net.scratch_root = str(tmp_path_factory.mktemp("elsewhere"))
+    """The server and one of the trainers have another scratch root."""
+    roots = [str(tmp_path_factory.mktemp(name)) for name in ("elsewhere", "scratch")]
+    with Net(roots[0], handoff=True, server=True) as net:
+        net.scratch_root = roots[1]
+        for name, plugin in {"site_2": True, "site_1": True, "site_1__trainer": True, "site_1__stock": False}.items():
+            net.add(name, plugin)
+        net.scratch_root = roots[0]
         net.add("site_1__elsewhere", True)
-        net.scratch_root = scratch
+        net.scratch_root = roots[1]
         yield net
 
 
@@ -37,9 +40,9 @@ def send(net, sender, to, kind="ten", backend="torch", **kwargs):
     assert net[sender].call(scenes.send, net[to].fqcn, backend, kind, pass_through=True, **kwargs) == "ok"
 
 
-def forward(net, to, kind="ten", backend="torch"):
+def forward(net, to, kind="ten", backend="torch", *, lazy=False):
     assert net[JOB].call(scenes.forward, net[to].fqcn) == "ok"
-    assert net[to].call(scenes.compare, backend, kind, False) == []
+    assert net[to].call(scenes.compare, backend, kind, lazy) == []
 
 
 @pytest.mark.parametrize(("kind", "backend"), [("ten", "torch"), ("odd", "numpy")], ids=["as files", "too small"])
@@ -75,6 +78,18 @@ def test_tasks_follow(net, hop):
     hop.call(scenes.forget)
     send(net, "site_2", JOB)
     assert hop.call(scenes.kinds_received) == {"LazyDownloadRef"}  # not from the server: as in swarm learning
+
+
+def test_server_on_the_same_host(net, hop):
+    """With the same scratch root, server and trainer take each other's files, and references pass through again."""
+    net["server"].call(hop_scenes.use_root, net.scratch_root)
+    send(net, TRAINER, JOB)
+    for source, end in (("server", TRAINER), (TRAINER, "server")):
+        hop.call(scenes.forget)
+        send(net, source, JOB)
+        assert hop.call(scenes.kinds_received) == {"LazyDownloadRef"}
+        forward(net, end, lazy=end == "server")
+    net["server"].call(hop_scenes.end)
 
 
 @pytest.mark.parametrize("trainer", ["site_1__stock", "site_1__elsewhere"])
