@@ -161,6 +161,14 @@ def test_flushed_before_it_is_named(tmp_path: Path, monkeypatch) -> None:
     assert calls[5:8] == ["sync directory", "name n.safetensors.index.json", "sync directory"]
 
 
+def test_without_fsync_nothing_waits_for_the_disk(tmp_path: Path, monkeypatch) -> None:
+    """Neither for data nor for names: a later step flushes both."""
+    monkeypatch.setattr(os, "fsync", lambda fd: pytest.fail("waits for the disk"))
+    with StreamingWriter(tmp_path / "m", [TensorMeta("w", "F32", (2,))], fsync=False) as writer:
+        writer.write("w", 0, bytes(8))
+    assert nvflare_lazy.open(tmp_path / "m")["w"].tolist() == [0.0, 0.0]
+
+
 # ---- full disks ------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,9 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
+from nvflare_lazy.aggregation import aggregate
 from nvflare_lazy.aggregation.rules._sorting_network import sorting_network
 
 
@@ -25,6 +27,38 @@ def test_networks_sort(wires):
             values[:, low] = smaller if needs_low else -1
             values[:, high] = larger if needs_high else -1
         assert np.array_equal(values[:, first : last + 1], expected[:, first : last + 1])
+
+
+@pytest.mark.parametrize("wires", range(1, 18))
+def test_a_nan_reaches_every_wanted_rank(wires):
+    """So one look at one rank shows whether any value was NaN."""
+    for first, last in {(0, wires - 1), ((wires - 1) // 2, wires // 2), (wires // 4, wires // 3)}:
+        values = [np.where(np.arange(wires) == wire, np.nan, 1.0) for wire in range(wires)]
+        for low, high, needs_low, needs_high in sorting_network(wires, first, last):
+            smaller, larger = np.minimum(values[low], values[high]), np.maximum(values[low], values[high])
+            values[low] = smaller if needs_low else np.ones(wires)
+            values[high] = larger if needs_high else np.ones(wires)
+        assert np.isnan(values[first : last + 1]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3, 16])
+def test_medians_of_zeros_infinities_and_nan(tmp_path, dtype, count):
+    """The same bits for every size of tiles: a zero is positive, and a NaN ranks as infinity."""
+    random = np.random.default_rng(count)
+    kinds = torch.tensor([0.0, -0.0, 1.5, -1.5, torch.nan, torch.inf, -torch.inf], dtype=dtype)
+    for kinds_here in (kinds, kinds[:4]):
+        matrix = kinds_here[torch.from_numpy(random.integers(0, len(kinds_here), (count, 5000)))]
+        ranked = torch.where(matrix.isnan(), torch.inf, matrix.double()).add(0.0).sort(dim=0).values
+        expected = ranked[(count - 1) // 2] if count % 2 else (ranked[count // 2 - 1] + ranked[count // 2]) / 2
+        contributions = {f"site-{number:02d}": {"w": row} for number, row in enumerate(matrix)}
+        seen = set()
+        for tile in (None, 4096):
+            result = aggregate(contributions, tmp_path / "m", "median", tile_size=tile, fsync=False)["w"].materialize()
+            seen.add(bytes(result.view(torch.uint8).numpy()))
+            assert torch.allclose(result.double(), expected, rtol=0, atol=0, equal_nan=True)
+            assert not torch.signbit(result[result == 0]).any()
+        assert len(seen) == 1
 
 
 def test_networks_for_many_contributors():
