@@ -49,7 +49,8 @@ def test_too_much_free_memory(process):
 
 
 def test_memory_in_use(process):
-    """Memory in use is not free memory, and that of NVFlare's components stays for their next use of it."""
+    """Memory in use is not free memory, and that of NVFlare's components stays for their next use; room for buffers
+    grows with it."""
     memory = MallocTrimmer(64 * MIB)
     process.used, process.size = 2060 * MIB, 2150 * MIB
     memory.trim_excess()
@@ -57,6 +58,8 @@ def test_memory_in_use(process):
     memory.trim_excess()
     memory.trim_idle()
     process.size = 2164 * MIB
+    memory.trim_excess()
+    process.size = (2100 + 3 * 64) * MIB
     memory.trim_excess()
     assert process.trims == 0
     process.size += 1
@@ -74,6 +77,20 @@ def test_memory_of_other_allocators(process):
     process.size += 17 * MIB
     memory.trim_excess()
     assert process.trims == 2
+
+
+def test_ends_of_arenas(process, monkeypatch):
+    """The C library returns the ends of its arenas for a few tensors, and keeps buffers again afterwards."""
+    told = []
+    monkeypatch.setattr(malloc_tuning, "_set_mallopt", told.append)
+    memory = MallocTrimmer(64 * MIB)
+    for _ in range(3):
+        memory.trim_excess()
+    assert told == []
+    process.size = 165 * MIB
+    for _ in range(10):
+        memory.trim_excess()
+    assert told == [(malloc_tuning._LOW_THRESHOLD,), malloc_tuning._SETTINGS]
 
 
 def test_rest(process):
@@ -145,7 +162,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def test_training():
-    """A step with activations of 8 MiB faults in no more memory than without settings."""
+    """A step with activations of 8 MiB faults in no more memory than without settings, or that of one activation."""
     faults = []
     for arguments in ((), ("tuned",)):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -153,4 +170,5 @@ def test_training():
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         faults.append(int(done.stdout))
     without, with_settings = faults
-    assert with_settings <= 1.1 * without
+    steps, activation = 3, (8 << 20) // os.sysconf("SC_PAGE_SIZE")
+    assert with_settings <= max(1.1 * without, steps * activation)
