@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.transfer import broadcast, prepare, processor_seconds
 from tests.transport import scenes
@@ -36,6 +36,14 @@ _QUEUE_SECONDS = 0.02
 _SOCKET_BYTES = 256 << 10
 _SECONDS_FOR_EACH = 3.0
 _MAX_MIB = 512
+# The processes, by what they are in a deployment.
+_ROLES = {
+    "server__job": "server job",
+    "server": "server parent",
+    "site_1": "client parent",
+    "site_1__job": "client job",
+    "site_1__job__trainer": "trainer",
+}
 
 
 class ShapedLink:
@@ -165,6 +173,14 @@ class _Pump:
                 return
 
 
+class _Transfer(NamedTuple):
+    """What one transfer took: time, processor time by process, and memory of the receiver."""
+
+    seconds: float
+    processor: dict[str, float]
+    receiver_grown: int
+
+
 class _Case:
     """A server and a client on both ends of a link: NVFlare alone, or with this package."""
 
@@ -184,19 +200,19 @@ class _Case:
         self.net[self._sender].call(prepare, 1, 1)
         self._send()
 
-    def _send(self) -> tuple[float, float, int, int]:
+    def _send(self) -> _Transfer:
         sender, receiver = self.net[self._sender], self.net[self._receiver]
         for peer in self.net.peers.values():
             peer.call(scenes.watch)
-        before = sum(peer.call(processor_seconds) for peer in self.net.peers.values())
+        before = {name: peer.call(processor_seconds) for name, peer in self.net.peers.items()}
         seconds = sender.call(broadcast, [receiver.fqcn])
-        processor = sum(peer.call(processor_seconds) for peer in self.net.peers.values()) - before
+        processor = {name: peer.call(processor_seconds) - before[name] for name, peer in self.net.peers.items()}
         grown = {name: peer.call(scenes.grown) for name, peer in self.net.peers.items()}
         receiver.call(scenes.forget)
-        return seconds, processor, grown[self._sender], grown[self._receiver]
+        return _Transfer(seconds, processor, grown[self._receiver])
 
-    def measure(self, gbit: float, delay_ms: float, mib: int, tensors: int) -> tuple[float, float, int, int]:
-        """Return the seconds, the processor seconds, and the growth of the sender and of the receiver."""
+    def measure(self, gbit: float, delay_ms: float, mib: int, tensors: int) -> _Transfer:
+        """Send a model of this size over a link with this rate and round trip."""
         self.net[self._sender].call(prepare, mib, tensors)
         self.link.shape(gbit * 1e9 / 8, delay_ms / 1000)
         return self._send()
@@ -224,18 +240,21 @@ def measure(
     try:
         for gbit, delay in links:
             mib = int(min(_MAX_MIB, max(16, gbit * 1e9 / 8 * seconds / MIB)) // tensor_mib * tensor_mib)
-            measured = {case.name: [] for case in cases}
+            measured: dict[str, list[_Transfer]] = {case.name: [] for case in cases}
             for number in range(rounds):
                 for case in cases if number % 2 == 0 else cases[::-1]:
                     measured[case.name].append(case.measure(gbit, delay, mib, max(1, int(mib / tensor_mib))))
             row: dict[str, Any] = {"gbit": gbit, "delay_ms": delay, "mib": mib}
             for name, results in measured.items():
-                took, processor, sender, receiver = (statistics.median(column) for column in zip(*results, strict=True))
                 row[name] = {
-                    "mb_per_second": round(mib * MIB / took / 1e6, 1),
-                    "processor_seconds_per_gib": round(processor / mib * 1024, 2),
-                    "sender_mib": round(sender / MIB),
-                    "receiver_mib": round(receiver / MIB),
+                    "mb_per_second": round(mib * MIB / statistics.median(each.seconds for each in results) / 1e6, 1),
+                    "receiver_mib": round(statistics.median(each.receiver_grown for each in results) / MIB),
+                    "processor_seconds_per_gib": {
+                        _ROLES[process]: round(
+                            statistics.median(each.processor[process] for each in results) * 1024 / mib, 2
+                        )
+                        for process in results[0].processor
+                    },
                 }
             rows.append(row)
     finally:
@@ -257,6 +276,18 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"| {plugin['mb_per_second']:g} MB/s | {plugin['mb_per_second'] / stock['mb_per_second']:.2f} "
             f"| {stock['receiver_mib']} / {plugin['receiver_mib']} MiB |"
         )
+    return "\n".join(lines)
+
+
+def processor_table(rows: list[dict[str, Any]]) -> str:
+    """Return the processor seconds per GiB of each process, the median over the links, as a Markdown table."""
+    lines = ["| CPU seconds per GiB | NVFlare | plugin |", "|---|---|---|"]
+    for process in rows[0]["plugin"]["processor_seconds_per_gib"]:
+        stock, plugin = (
+            statistics.median(row[name]["processor_seconds_per_gib"][process] for row in rows)
+            for name in ("NVFlare", "plugin")
+        )
+        lines.append(f"| {process} | {stock:.2f} | {plugin:.2f} |")
     return "\n".join(lines)
 
 
@@ -284,7 +315,7 @@ def main() -> None:
         upload=options.upload,
         seconds=options.seconds,
     )
-    print(table(rows))
+    print(table(rows), processor_table(rows), sep="\n\n")
     if options.json:
         with open(options.json, "w") as file:
             json.dump(rows, file, indent=1)

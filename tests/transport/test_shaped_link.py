@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.shaped_link import measure, table
+from benchmarks.shaped_link import measure, processor_table, table
 
 pytestmark = pytest.mark.slow
 
@@ -19,4 +19,5 @@ def test_slow_and_far(trainer, upload):
     rate, (row,) = 0.2e9 / 8 / 1e6, rows
     assert 0.3 * rate < row["NVFlare"]["mb_per_second"] < rate
     assert 0.95 * row["NVFlare"]["mb_per_second"] < row["plugin"]["mb_per_second"] < rate
+    assert len(processor_table(rows).splitlines()) == (7 if trainer else 6)
     assert table(rows).splitlines()[2].startswith("| 0.2 Gbit/s | 100 ms | 32 MiB |")
