@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _FICLONERANGE = 0x4020940D
 # A write stops between two pieces if the download was released.
 _PIECE = 8 << 20
+# Of all usual file systems.
+_BLOCK_BYTES = 4096
 # Stays in the processor's cache.
 _TILE_BYTES = 2 << 20
 
@@ -84,18 +86,30 @@ class ScratchFile:
     def copy_from(self, source_fd: int, start: int, nbytes: int, offset: int) -> int:
         """Copy bytes of an open file that start at `start`; return their number, less if the source ends before.
 
-        Shares the blocks where the file system can. Raises the errors of `pwrite`.
+        If both positions are at the same place within a block, and the file system supports it, the blocks are shared
+        instead. Raises the errors of `pwrite`.
         """
+        head = min(-start % _BLOCK_BYTES, nbytes)
+        shared = (nbytes - head) // _BLOCK_BYTES * _BLOCK_BYTES
+        is_aligned = (start - offset) % _BLOCK_BYTES == 0
+        if not (is_aligned and shared and self._share_blocks(source_fd, start + head, shared, offset + head)):
+            return self._copy(source_fd, start, nbytes, offset)
+        tail = head + shared
+        done = shared + self._copy(source_fd, start, head, offset)
+        return done + self._copy(source_fd, start + tail, nbytes - tail, offset + tail)
+
+    def _share_blocks(self, source_fd: int, start: int, nbytes: int, offset: int) -> bool:
         with self._directory.writing(self._file):
             if offset + nbytes > self._reserved:
                 self._reserve(offset + nbytes)
             try:
                 fcntl.ioctl(self._file.fd, _FICLONERANGE, struct.pack("=qQQQ", source_fd, start, nbytes, offset))
             except OSError:
-                pass  # not with this file system, not with these two files, or not at these offsets
-            else:
-                self._record_written(offset + nbytes, nbytes)
-                return nbytes
+                return False  # not with this file system, or not with these two files
+            self._record_written(offset + nbytes, nbytes)
+            return True
+
+    def _copy(self, source_fd: int, start: int, nbytes: int, offset: int) -> int:
         tile = memoryview(bytearray(min(nbytes, _TILE_BYTES)))
         done = 0
         while done < nbytes:

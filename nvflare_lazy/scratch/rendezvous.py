@@ -317,8 +317,7 @@ def copy_ranges(source_fd: int, ranges: Iterable[tuple[int, int, int]], file: Sc
 
     Args:
         source_fd: The file to copy from.
-        ranges: Start in the source, number of bytes, start in the scratch file. If all of them are multiples of the
-            block size, file systems with shared blocks copy nothing.
+        ranges: Start in the source, number of bytes, start in the scratch file. See `ScratchFile.copy_from`.
         file: The scratch file. Its `ScratchReleasedError`, `QuotaExceededError` and `DiskFullError` end the copy.
 
     Raises:

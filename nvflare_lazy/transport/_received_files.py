@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nvflare_lazy.errors import ProtocolError
-from nvflare_lazy.formats.safetensors.header import GrowingHeader, encode_header
+from nvflare_lazy.formats.safetensors.header import GrowingHeader, encode_header, pad_header
 from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from nvflare_lazy.transport._backends import ArrayBackend
     from nvflare_lazy.transport.segments.manifest import Manifest, ManifestItem
 
+# Of all usual file systems.
+_BLOCK_BYTES = 4096
 # A header of this many names takes some six megabytes; one with long names gets fewer of them, since JSON may spell
 # each byte of a name with six characters.
 _MAX_NAMES_PER_FILE = 65_536
@@ -75,7 +77,9 @@ class PreallocatedShards:
         locations: For each name, the path of its file and its name there. Complete after `finish()`.
     """
 
-    def __init__(self, manifest: Manifest, backend: ArrayBackend, directory: ReceiveDirectory) -> None:
+    def __init__(
+        self, manifest: Manifest, backend: ArrayBackend, directory: ReceiveDirectory, copied_from: int | None = None
+    ) -> None:
         self.locations: dict[str, tuple[str, str]] = {}
         self._manifest = manifest
         self._backend = backend
@@ -84,17 +88,19 @@ class PreallocatedShards:
         self._data_at: list[int] = []  # where it begins in the file
         try:
             for group in _groups(manifest.stored()):
-                self._add_file(group, directory)
+                self._add_file(group, directory, copied_from if group[0].offset == 0 else None)
         except BaseException:
             self.close()
             raise
 
-    def _add_file(self, group: list[ManifestItem], directory: ReceiveDirectory) -> None:
+    def _add_file(self, group: list[ManifestItem], directory: ReceiveDirectory, copied_from: int | None) -> None:
         start = group[0].offset
         header, _ = encode_header(
             ((item.name, *_in_format(self._backend, item.dtype, item.shape, item.nbytes)) for item in group),
             where="the received tensors",
         )
+        if copied_from is not None and copied_from % 8 == 0:  # as the data of each file is
+            header = pad_header(header, (copied_from - len(header)) % _BLOCK_BYTES)
         file = directory.new_file()
         self.files.append(file)
         self._starts.append(start)
@@ -148,6 +154,13 @@ class PreallocatedShards:
 
 class AppendingShards:
     """Files for tensors that arrive one by one, each whole, in unknown number.
+
+    Args:
+        manifest: The tensors.
+        backend: What makes them.
+        directory: Where the files go.
+        copied_from: The position in another file of the bytes that are copied to the first file, which has them at the
+            same position within a block: then file systems can share the blocks. Default: they are not copied.
 
     Attributes:
         locations: For each name, the path of its file and its name there.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import struct
 import time
 from pathlib import Path
 
@@ -92,6 +93,29 @@ def test_ranges_are_copied(job):
         with pytest.raises(TruncatedSourceError):
             copy_ranges(fd, [(MIB, 3 * MIB, 0)], job.download().new_file())
     assert bytes_of(file.finish()) == DATA[MIB:] + DATA[:10]
+
+
+@pytest.mark.parametrize(("start", "nbytes", "at"), [(72, 9000, 4168), (8192, 8192, 0), (5, 4000, 5), (1, 9000, 2)])
+def test_blocks_are_shared_where_possible(job, monkeypatch, start, nbytes, at):
+    """Whole blocks at the same place within one; bytes around them are copied, and all are if sharing is refused."""
+    shared = []
+
+    def share_blocks(fd, request, fields):
+        source, begin, count, end = struct.unpack("=qQQQ", fields)
+        assert [number % 4096 for number in (begin, count, end)] == [0, 0, 0]
+        shared.append(count)
+        os.pwrite(fd, os.pread(source, count, begin), end)
+
+    source = written(job, DATA)
+    for shares in (False, True):
+        with monkeypatch.context() as patch, source.descriptor() as fd:
+            if shares:
+                patch.setattr("nvflare_lazy.scratch.file.fcntl.ioctl", share_blocks)
+            file = job.download().new_file()
+            file.pwrite(bytes(at), 0)
+            copy_ranges(fd, [(start, nbytes, at)], file)
+            assert bytes_of(file.finish()) == bytes(at) + DATA[start : start + nbytes]
+    assert shared == {72: [4096], 8192: [8192]}.get(start, [])
 
 
 def test_files_of_others_are_not_ours(tmp_path):

@@ -237,6 +237,12 @@ def encode_header(
     return length.to_bytes(PREFIX_BYTES, "little") + data.ljust(length), contents
 
 
+def pad_header(header: bytes, nbytes: int) -> bytes:
+    """Return the beginning of a file with more spaces in front of its data."""
+    data = header[PREFIX_BYTES:].ljust(len(header) - PREFIX_BYTES + nbytes)
+    return len(data).to_bytes(PREFIX_BYTES, "little") + data
+
+
 class GrowingHeader:
     """The header of a file to which tensors are appended: valid after each of them, in a fixed number of bytes.
 

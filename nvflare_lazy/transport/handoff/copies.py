@@ -122,7 +122,8 @@ class Copy:
         dense = _without_gaps(items)
         shards = None
         try:
-            shards = PreallocatedShards(dense, payload.backend, self._directory)
+            first = found[items[0].offset]
+            shards = PreallocatedShards(dense, payload.backend, self._directory, None if first is None else first[1])
             offsets = {item.offset: new.offset for item, new in zip(items, dense.items, strict=True)}
             self.places = {offset: shards.place(new) for offset, new in offsets.items()}
             for file, start, nbytes, index, at in _copies(items, found, self.places):
