@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from statistics import mean
 
 from benchmarks import charts
 from benchmarks.fl_job import MIB, FLJob, RunResult, run
@@ -50,7 +51,7 @@ def main() -> int:
     for result in results:
         print(
             f"  {charts.NAMES[result.job.mode]:34}{result.server_peak / MIB:>18.0f} MiB"
-            f"{min(result.round_seconds):>14.1f} s{result.scratch_peak / MIB:>14.0f} MiB"
+            f"{mean(result.round_seconds):>14.1f} s{result.scratch_peak / MIB:>14.0f} MiB"
         )
     charts.timeline(
         {result.job.mode: (result.server_timeline, result.server_peak) for result in results},

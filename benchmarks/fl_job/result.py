@@ -120,10 +120,13 @@ class RunResult:
         return (carried[-1] - carried[0]) / len(self.round_seconds)
 
     def _extent(self, sampled: list[float]) -> tuple[float, float]:
-        """Return the last moment with samples before the first round, and the first one after the last round."""
+        """Return the first moments with samples after the first round has started, and after the last one has ended.
+
+        Before, the process that instantiated the model has ended, whose bytes its parent then counts.
+        """
         times = self._boundaries()
         start, end = times[0] - self.started, times[-1] - self.started
-        return max(t for t in sampled if t <= start), min((t for t in sampled if t >= end), default=end)
+        return min(t for t in sampled if t >= start), min((t for t in sampled if t >= end), default=end)
 
     @property
     def scratch_peak(self) -> int:

@@ -126,7 +126,10 @@ def test_counts_of_a_run_begin_with_it():
         return Sample(seconds, role, pid, 0, 0, 0, 0, written, cpu)
 
     def logged(seconds: float, message: str) -> dict[str, str]:
-        return {"asctime": f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S},000", "message": message}
+        return {
+            "asctime": f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S},{seconds % 1 * 1000:03.0f}",
+            "message": message,
+        }
 
     samples = [
         sample(0.0, "parent-site-1", 1, 5, 30.0),
@@ -139,7 +142,8 @@ def test_counts_of_a_run_begin_with_it():
         sample(9.0, "parent-site-1", 1, 5000, 31.0),
     ]
     machine = [MachineSample(s, 0, 0, int(1000 * s)) for s in (0.0, 1.0, 2.0, 3.0, 4.0)]
-    records = [logged(1001, "Round 0 started."), logged(1002, "Round 1 started."), logged(1003, "Finished FedAvg.")]
+    # The child that wrote the initial model has just ended, and its parent's next sample includes it.
+    records = [logged(1000.75, "Round 0 started."), logged(1002, "Round 1 started."), logged(1003, "Finished FedAvg.")]
     result = RunResult(FLJob(), 1000.0, 9.0, 0, samples, machine, "", records, Path(), Path())
     assert result.cpu_by_role == {"parent": 1.0, "client": 4.0}
     assert result.written_per_round == 40
