@@ -65,7 +65,7 @@ class MallocTrimmer:
     """Returns free memory to the system if the process takes more than it used at most so far, and a limit beyond that.
 
     A buffer that is kept costs nothing when it is used again, and one that was returned is faulted in again, page by
-    page. So the memory of a component that loads the model in each round stays for the next round.
+    page.
 
     Args:
         room: The number of bytes of free memory to keep. A process that uses more memory keeps up to half of that, and
@@ -81,16 +81,12 @@ class MallocTrimmer:
         self._releases_to_come = 0
 
     def trim_idle(self) -> None:
-        """Collect garbage and return free memory while no transfer is running, unless it is more than the limit.
-
-        More than the limit is the memory of a model, which the next round uses again.
-        """
+        """Collect garbage and return all free memory while no transfer is running."""
         with self._lock:
             gc.collect()
-            if anonymous_bytes() - self._outside - _bytes_in_use() <= self._room():
-                _trim()
-                self._outside = min(self._outside, anonymous_bytes() - _bytes_in_use())
-                self._next_look = anonymous_bytes() + max(self._rest(), self._room() // 4)
+            _trim()
+            self._outside = min(self._outside, anonymous_bytes() - _bytes_in_use())
+            self._next_look = anonymous_bytes() + max(self._rest(), self._room() // 4)
 
     def trim_excess(self) -> None:
         """Return free memory if there is more than the limit; takes microseconds if there is not.
