@@ -47,7 +47,8 @@ def test_a_job_through_a_relay(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(poc_commands, "local_provision", with_relay)
     monkeypatch.setattr(poc.Deployment, "start", start_with_relay)
     job = FLJob(mode="level-3", model_mib=8, tensors=4, rounds=2, external=True)
-    result = poc.run_in_poc(job, tmp_path, timeout=300)
+    # The server shares no scratch with the sites, or nothing would cross the relay.
+    result = poc.run_in_poc(job, tmp_path, timeout=300, server_scratch=tmp_path / "elsewhere")
     assert result.ok, result.output[-3000:] + (tmp_path / "relay.txt").read_text()[-3000:]
     saved = nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors")
     value = start(2, job.elements)
@@ -59,3 +60,4 @@ def test_a_job_through_a_relay(tmp_path: Path, monkeypatch):
     assert "in segments" in result.server_log
     assert " - ERROR - " not in result.server_log
     wait_until_empty(tmp_path / "scratch")
+    wait_until_empty(tmp_path / "elsewhere")
