@@ -210,7 +210,7 @@ class TensorOffload(FLComponent):
         self._mode_before = offload.runtime.use(
             offload.ReceiveMode(self._scratch, self._inflight_bytes, limits, self.handoff)
         )
-        self._memory = MallocTrimmer(parse_size(self.memory_budget) // (4 if _forwards(fl_ctx) else 2))
+        self._memory = MallocTrimmer(parse_size(self.memory_budget) * (1 if _forwards(fl_ctx) else 3) // 4)
         offload.runtime.on_buffers_released.append(self._memory.trim_excess)
         job_context.set_offload(fl_ctx, self)
         is_client = fl_ctx.get_process_type() == ProcessType.CLIENT_JOB
