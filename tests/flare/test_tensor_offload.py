@@ -213,10 +213,10 @@ def test_what_is_wrong_in_a_configuration_is_said_at_once(arguments):
     [
         (["external_process"], 32),
         (["external_process", "attach"], 32),
-        (["external_process", None], 64),
-        (["external_process", "swarm"], 64),
-        (["in_process", "swarm"], 64),
-        ([], 64),
+        (["external_process", None], 96),
+        (["external_process", "swarm"], 96),
+        (["in_process", "swarm"], 96),
+        ([], 96),
     ],
 )
 def test_free_memory_that_a_process_keeps(fl_ctx, tmp_path, monkeypatch, modes, room):
