@@ -96,10 +96,10 @@ class SilentReceiver:
 
 
 def tune_malloc(state: State) -> None:
-    """Use the settings of a process with `TensorOffload`."""
+    """Return each freed buffer, so that the process has only the memory that receivers hold."""
     from nvflare_lazy.transport import malloc_tuning
 
-    malloc_tuning.tune_malloc()
+    malloc_tuning.tune_malloc(keep_buffers=False)
 
 
 def offer_lazily(
