@@ -201,7 +201,7 @@ class TensorOffload(FLComponent):
     # ---- the run -------------------------------------------------------------------------------------------------
 
     def _start(self, fl_ctx: FLContext) -> None:
-        found = register()
+        register()
         self._engine = fl_ctx.get_engine()
         self._open_scratch(fl_ctx)
         if self._scratch is None:
@@ -222,7 +222,7 @@ class TensorOffload(FLComponent):
         self.log_info(
             fl_ctx,
             f"Receiving tensors to {self._scratch.path} ({format_size(self._scratch.free())} free, at most "
-            f"{format_size(self._inflight_bytes)} in flight). Handlers: {found}",
+            f"{format_size(self._inflight_bytes)} in flight)",
             fire_event=False,
         )
         if fl_ctx.get_process_type() == ProcessType.CLIENT_JOB:

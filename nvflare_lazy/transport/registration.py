@@ -96,7 +96,9 @@ def register(replace: bool = True) -> Registration:
     before = registered()
     registration = Registration(tuple(_put(kind, replace) for kind in _KINDS))
     if registration != before:
-        logger.info("tensors are handled lazily: %s", registration)
+        ours = [handler.type_name for handler in registration.handlers if handler.ours]
+        logger.info("Tensors are handled lazily: %s", ", ".join(name.rpartition(".")[2] for name in ours) or "none")
+        logger.debug("Handlers: %s", registration)
     return registration
 
 
