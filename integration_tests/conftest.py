@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fl_job import FLJob, RunResult, run_in_simulator
-from nvflare_lazy.flare.round_log import FILE_NAME
+from nvflare_lazy.records import FILE_NAME
 
 JobRunner = Callable[..., RunResult]
 

@@ -18,8 +18,8 @@ from nvflare.recipe.utils import add_cross_site_evaluation
 
 import nvflare_lazy
 from nvflare_lazy.flare.result_models import MANIFEST_NAME
-from nvflare_lazy.flare.round_log import FILE_NAME
 from nvflare_lazy.recipes import FedAvgRecipe, FedOptRecipe, ScaffoldRecipe, make_lazy
+from nvflare_lazy.records import FILE_NAME
 
 HELLO = Path(__file__).parent / "hello"
 

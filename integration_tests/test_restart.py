@@ -19,7 +19,7 @@ from integration_tests.conftest import JobRunner, left_in, records
 from integration_tests.expected import next_global, start, ulps
 from nvflare_lazy.flare.checkpoint_store import CheckpointStore
 from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, MODEL_NAME
-from nvflare_lazy.flare.round_log import FILE_NAME
+from nvflare_lazy.records import FILE_NAME
 from nvflare_lazy.scratch.directory_lease import LEASE_NAME
 from tests.scratch.conftest import small_disk as small_disk
 from tests.scratch.conftest import wait_until_empty

@@ -21,7 +21,7 @@ from benchmarks.fl_job.synthetic_model import step
 from integration_tests.conftest import JobRunner, in_deployment, left_in
 from integration_tests.expected import next_global, start, ulps
 from nvflare_lazy.flare.result_models import MANIFEST_NAME
-from nvflare_lazy.flare.round_log import FILE_NAME
+from nvflare_lazy.records import FILE_NAME
 
 COMPONENTS = Path(__file__).parent / "swarm" / "rotation.py"
 ROTATION: dict[str, Any] = {

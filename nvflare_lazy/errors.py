@@ -302,3 +302,7 @@ class ResultMismatchError(JobError, ValueError):
 
 class TooFewResultsError(JobError):
     """A round ended with fewer usable results than the job requires."""
+
+
+class RecordsError(NVFlareLazyError, RuntimeError):
+    """The records of a job cannot be read, or a newer version of nvflare-lazy wrote them."""

@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).parents[1] / "nvflare_lazy"
 DAYS = 30 * 86400
 #: The functions that read the clock: for records and lists, or where a wrong time does no harm.
 READS_THE_CLOCK = {
-    "flare/round_log.py: _write": "the time of a record",
+    "records/schema.py: now": "the time of a record",
     "scratch/_lease.py: for_this_process": "for the age in lists of leases",
     "scratch/_reclaim.py: _inspect_lease": "for the age in lists of leases",
     "scratch/_reclaim.py: _remove_unfinished_leases": "a process whose unfinished lease is removed makes another one",

@@ -7,79 +7,15 @@ line of JSON in the job's run directory, and metrics for NVFlare's analytics rec
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from nvflare_lazy._system import anonymous_bytes
 from nvflare_lazy._text import format_size
-
-FILE_NAME = "nvflare_lazy.jsonl"
-
-
-@dataclass
-class ContributionRecord:
-    """The result of one client, as in `nvflare_lazy.jsonl`.
-
-    Attributes:
-        seconds: Time from sending the task to receiving the result, or None if it is unknown.
-        accepted: Whether the result was accepted; None until the verdict.
-        reason: Why the result was rejected.
-    """
-
-    client: str
-    round: int | None
-    nbytes: int
-    tensors: int
-    on_disk: bool
-    seconds: float | None
-    accepted: bool | None = None
-    reason: str | None = None
-
-
-@dataclass
-class RoundRecord:
-    """One round, as in `nvflare_lazy.jsonl`.
-
-    Attributes:
-        tasked: Clients that received the task.
-        aggregated: Clients whose results were aggregated.
-        skipped: The other clients, each with the reason.
-        received_bytes: Size of all results.
-        transport: Bytes of all tensors that this process received in the round, by the way of transport.
-        aggregation_seconds: Duration of the aggregation, if `LazyAggregator` did it.
-        memory_bytes: Anonymous memory of the process at the end of the round.
-        scratch_bytes: Scratch in use at the end of the round.
-    """
-
-    round: int | None
-    tasked: list[str] = field(default_factory=list)
-    aggregated: list[str] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
-    received_bytes: int = 0
-    transport: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-    aggregation_seconds: float | None = None
-    memory_bytes: int = 0
-    scratch_bytes: int = 0
-    scratch_peak_bytes: int = 0
-
-    def metrics(self) -> dict[str, float]:
-        """Return the numbers of the record."""
-        numbers = {
-            "received_bytes": self.received_bytes,
-            "seconds": self.seconds,
-            "aggregation_seconds": self.aggregation_seconds,
-            "memory_bytes": self.memory_bytes,
-            "scratch_bytes": self.scratch_bytes,
-            "aggregated": len(self.aggregated),
-            "skipped": len(self.skipped),
-        }
-        return {name: float(value) for name, value in numbers.items() if value is not None}
+from nvflare_lazy.records import ContributionRecord, Record, RecordWriter, RoundRecord
+from nvflare_lazy.records.schema import MAX_ENTRIES
 
 
 class RoundLog:
@@ -94,7 +30,7 @@ class RoundLog:
         log: Callable[[str], None],
         on_round_end: Callable[[RoundRecord], None] | None = None,
     ) -> None:
-        self._path = path
+        self.writer = None if path is None else RecordWriter(path, log)
         self._log = log
         self._on_round_end = on_round_end
         self._lock = threading.RLock()
@@ -118,7 +54,7 @@ class RoundLog:
                 results.
         """
         with self._lock:
-            self._record, self._started, self._announced = RoundRecord(number), time.monotonic(), announced
+            self._record, self._started, self._announced = RoundRecord(round=number), time.monotonic(), announced
             self._sent.clear()
             self._unjudged.clear()
             self._judged.clear()
@@ -161,7 +97,7 @@ class RoundLog:
             if record is None:
                 if accepted:
                     return  # an evaluation, which has no tensors
-                record = ContributionRecord(client, self._record.round if self._record else None, 0, 0, False, None)
+                record = ContributionRecord(client=client, round=self._record.round if self._record else None)
             self._judged[client] = record
             record.accepted = accepted
             if not accepted:
@@ -169,7 +105,8 @@ class RoundLog:
             self._report(record)
 
     def _report(self, record: ContributionRecord) -> None:
-        self._write("contribution", asdict(record))
+        if len(self._judged) + len(self._unjudged) <= MAX_ENTRIES:
+            self.write(record)
         if record.reason is not None and not record.tensors:
             self._log(_in_round(record.round, f"the result of {record.client} is not used: {record.reason}"))
             return
@@ -188,7 +125,12 @@ class RoundLog:
                 self._record.aggregated = list(clients)
 
     def end_round(
-        self, *, scratch_bytes: int = 0, scratch_peak_bytes: int = 0, transport: dict[str, int] | None = None
+        self,
+        *,
+        scratch_bytes: int = 0,
+        scratch_peak_bytes: int = 0,
+        memory_peak_bytes: int = 0,
+        transport: dict[str, int] | None = None,
     ) -> RoundRecord | None:
         """End the round, if there is one, and log its record."""
         with self._lock:
@@ -215,23 +157,26 @@ class RoundLog:
             record.seconds = round(time.monotonic() - self._started, 3)
             record.memory_bytes = anonymous_bytes()
             record.scratch_bytes, record.scratch_peak_bytes = scratch_bytes, scratch_peak_bytes
+            record.memory_peak_bytes = max(memory_peak_bytes, record.memory_bytes)
             record.transport = dict(sorted((transport or {}).items()))
-            self._write("round", asdict(record))
+            record.counts = {name: len(getattr(record, name)) for name in ("tasked", "aggregated", "skipped")}
+            record.clients = _worst(results)
+            self.write(record)
         self._log(_line(record, len(results) if is_relay else None))
         if self._on_round_end is not None:
             self._on_round_end(record)
         return record
 
-    def _write(self, kind: str, content: dict[str, Any]) -> None:
-        if self._path is None:
-            return
-        line = json.dumps({"kind": kind, "time": round(time.time(), 3), **content})
-        try:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
-        except OSError as error:
-            self._log(f"Cannot write {self._path}: {error}. Round records are disabled for this job.")
-            self._path = None
+    def write(self, record: Record) -> None:
+        """Append a record to the file, if there is one."""
+        if self.writer is not None:
+            self.writer.write(record)
+
+
+def _worst(results: Mapping[str, ContributionRecord]) -> dict[str, ContributionRecord]:
+    """Return the results by client; of very many, those that are not used and the slowest ones."""
+    ordered = sorted(results.values(), key=lambda result: (result.reason is None, -(result.seconds or 0.0)))
+    return {result.client: result for result in sorted(ordered[:MAX_ENTRIES], key=lambda result: result.client)}
 
 
 def _in_round(number: int | None, line: str) -> str:

@@ -46,9 +46,10 @@ from nvflare_lazy.flare.accepted_result import (
 from nvflare_lazy.flare.job_context import RunningAggregation
 from nvflare_lazy.flare.job_demand import JobDemand
 from nvflare_lazy.flare.results_in_memory import cause, is_encrypted, uses_tensor_streaming
-from nvflare_lazy.flare.round_log import FILE_NAME, RoundLog, RoundRecord
+from nvflare_lazy.flare.round_log import RoundLog
 from nvflare_lazy.flare.tensor_names import renamed
 from nvflare_lazy.flare.weights import is_array, is_lazy, is_weight, zero_controls
+from nvflare_lazy.records import FILE_NAME, RoundRecord
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.scratch.root import set_default_root
 from nvflare_lazy.tensors.converted_sources import CastSource
@@ -441,7 +442,7 @@ class TensorOffload(FLComponent):
         if engine is None:
             return
         with engine.new_context() as fl_ctx:
-            for name, value in record.metrics().items():
+            for name, value in record.numbers().items():
                 dxo = create_analytic_dxo(
                     tag=_TAG + name, value=value, data_type=AnalyticsDataType.SCALAR, global_step=record.round
                 )

@@ -21,7 +21,7 @@ from nvflare_lazy import aggregation, errors, flare, formats, recipes, scratch
 from nvflare_lazy.aggregation.server_optimizers import _OPTIMIZERS
 from nvflare_lazy.cli.program import program
 from nvflare_lazy.flare.adaptation import component_mapping
-from nvflare_lazy.flare.round_log import ContributionRecord, RoundRecord
+from nvflare_lazy.records.schema import KINDS, Record
 from tests.documents.markdown import Block, blocks
 
 ROOT = Path(__file__).parents[2]
@@ -74,10 +74,13 @@ def test_components(name):
 
 
 def test_records():
-    """The records of a job are described field by field."""
-    text = sections("reference/components.md")["What a job leaves behind"]
-    described = {word for row in rows(text) for word in words(row[0])}
-    assert described == {field.name for kind in (ContributionRecord, RoundRecord) for field in fields(kind)}
+    """The records of a job are described field by field, each kind under its own heading."""
+    described = sections("reference/records.md")
+    own = {field.name for field in fields(Record)}
+    assert {word for row in rows(described["Records of a job"]) for word in words(row[0])} == {"kind"} | own
+    for name, kind in KINDS.items():
+        found = [word for row in rows(described[name]) for word in words(row[0])]
+        assert sorted(found) == sorted({field.name for field in fields(kind)} - own)
 
 
 def test_server_optimizers():

@@ -49,7 +49,7 @@ def test_a_round_in_which_everything_happens(tmp_path):
     )
     assert said[3].endswith("skipped: b (of another shape); c (NaN in it); d (no result received)")
     assert measured == [record]
-    assert {name: measured[0].metrics()[name] for name in ("aggregated", "skipped")} == {"aggregated": 1, "skipped": 3}
+    assert {name: measured[0].numbers()[name] for name in ("aggregated", "skipped")} == {"aggregated": 1, "skipped": 3}
 
 
 @pytest.mark.parametrize("reported", [True, False], ids=["LazyAggregator", "NVFlare's aggregation"])
@@ -100,5 +100,5 @@ def test_a_job_goes_on_when_records_cannot_be_written(tmp_path):
     for number in range(2):
         log.start_round(number)
         log.end_round()
-    assert [line for line in said if "Round records are disabled" in line] == said[:1]
+    assert [line for line in said if "records of this job will be incomplete" in line] == said[:1]
     assert len(said) == 3
