@@ -100,6 +100,7 @@ class ModelUpdate:
                 params_type=kind,
                 on_unknown_model="restart",
                 memory_budget=memory_budget,
+                metadata=aggregate.metadata,
                 max_shard_size=output.max_shard_size,
                 fsync=False,
             )

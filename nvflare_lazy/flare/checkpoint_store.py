@@ -25,10 +25,13 @@ from nvflare_lazy.formats.atomic_file import AtomicFile, sync_directory
 from nvflare_lazy.formats.hugging_face import ModelDirectory
 from nvflare_lazy.formats.hugging_face.model_directory import WEIGHTS_NAME
 from nvflare_lazy.formats.open_checkpoint import open as open_checkpoint
+from nvflare_lazy.formats.safetensors.header import read_header
 from nvflare_lazy.formats.safetensors.shards import index_path
 from nvflare_lazy.formats.save_checkpoint import link_checkpoint, save
 from nvflare_lazy.scratch import DirectoryLease
 from nvflare_lazy.tensors.entry import files_holding
+from nvflare_lazy.tensors.lazy_array import LazyArray
+from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 RECORD_NAME = "checkpoint.json"
@@ -160,7 +163,7 @@ class CheckpointStore:
         files = self._put(weights, directory / self._weights_name)
         sync_directory(str(self._rounds))
         if not link_checkpoint(files, self.model_path, fsync=False):
-            save(weights, self.model_path, max_shard_size=self.max_shard_size)
+            self._copy(weights, self.model_path)
         self._record(Checkpoint(round_number, directory, meta or {}))
         self._prune()
         return self.model_path
@@ -253,14 +256,24 @@ class CheckpointStore:
         files = files_holding(weights)
         # Aggregation does not wait for the disk; a checkpoint does.
         if not (files and self._can_link(files) and link_checkpoint(files, path)):
-            saved = open_checkpoint(save(weights, path, max_shard_size=self.max_shard_size))
+            saved = open_checkpoint(self._copy(weights, path))
             files = sorted(saved.files(), key=lambda file: file.path)
         return files
 
+    def _copy(self, weights: Mapping[str, Any], path: Path) -> Path:
+        """Save a model with the metadata of the files that aggregation has written for it: where the model is from."""
+        values = (value for value in weights.values() if isinstance(value, (LazyTensor, LazyArray)))
+        files = {file for value in values if (file := value.source.file()) is not None}
+        own = sorted(filter(self._is_own, files), key=lambda file: file.path)
+        metadata = {key: text for file in own for key, text in read_header(file).metadata.items()}
+        return save(weights, path, max_shard_size=self.max_shard_size, metadata=metadata)
+
+    def _is_own(self, file: TensorFile) -> bool:
+        return Path(os.path.realpath(file.path)).is_relative_to(os.path.realpath(self.directory))
+
     def _can_link(self, files: list[TensorFile]) -> bool:
         """Whether files are below this store, because others may change them elsewhere, and not too large."""
-        own = os.path.realpath(self.directory)
-        if not all(Path(os.path.realpath(file.path)).is_relative_to(own) for file in files):
+        if not all(map(self._is_own, files)):
             return False
         most = self.max_shard_size
         if most is None:

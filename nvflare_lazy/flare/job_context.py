@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from nvflare_lazy.flare.tensor_names import TensorNames
     from nvflare_lazy.flare.tensor_offload import TensorOffload
 
+#: The metadata key under which a model has the job, the round and the initial model that it is from, as JSON.
+PROVENANCE_KEY = "nvflare_lazy.job"
 _PERSISTOR = "nvflare_lazy.persistor"
 _OFFLOAD = "nvflare_lazy.offload"
 _ENCRYPTION = "nvflare.app_opt.he."
@@ -68,6 +71,17 @@ def round_log_of(fl_ctx: FLContext | None) -> RoundLog | None:
     """Return the log of rounds, if the job has one."""
     offload = offload_of(fl_ctx)
     return None if offload is None else offload.round_log
+
+
+def provenance(fl_ctx: FLContext | None, round_number: int | None) -> dict[str, str]:
+    """Return the metadata that name the job of a model, its round, and the initial model of the job."""
+    persistor = persistor_of(fl_ctx)
+    origin = {
+        "job": fl_ctx.get_job_id() if fl_ctx else None,
+        "round": round_number,
+        "base": persistor.base if persistor else None,
+    }
+    return {PROVENANCE_KEY: json.dumps({key: value for key, value in origin.items() if value is not None})}
 
 
 def wants_values_in_memory(fl_ctx: FLContext) -> bool:

@@ -248,7 +248,12 @@ class LazyAggregator(ModelAggregator):
         output = ModelOutput.of(self.fl_ctx, max(tensors.values(), key=len, default={}))
         try:
             result = self._aggregation(kind, output.max_shard_size).run(
-                tensors, output.path, weights=self._round.weights, reference=base, should_cancel=self._cancelled
+                tensors,
+                output.path,
+                weights=self._round.weights,
+                reference=base,
+                metadata=job_context.provenance(self.fl_ctx, self._round_number()),
+                should_cancel=self._cancelled,
             )
         except NothingToAggregateError as error:
             raise TooFewResultsError(f"round {self._round_number()} has no usable results: {error}") from error

@@ -156,6 +156,13 @@ class LazyModelPersistor(ModelPersistor):
             raise JobCheckpointError("the persistor has no checkpoints before the run starts")
         return self._store
 
+    @property
+    def base(self) -> str | None:
+        """The checkpoint or the class that the job configures as its initial model."""
+        if self.source_ckpt_file_full_name is not None:
+            return self.source_ckpt_file_full_name
+        return str(self.model["path"]) if isinstance(self.model, dict) and "path" in self.model else None
+
     def use_client_names(self, task: object) -> None:
         """Give the tensors of a task the names that clients have for them; in swarm learning, each client does it."""
         if self.names is None or not self.names.further or not isinstance(task, Shareable):

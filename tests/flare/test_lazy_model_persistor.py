@@ -21,6 +21,7 @@ from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_opt.pt.file_model_persistor import PTFileModelPersistor
 
 import nvflare_lazy
+from nvflare_lazy.cli.program import run
 from nvflare_lazy.errors import JobCheckpointError
 from nvflare_lazy.flare import LazyAggregator, LazyModelLocator, LazyModelPersistor
 from nvflare_lazy.flare.checkpoint_store import RECORD_NAME, CheckpointStore
@@ -182,6 +183,22 @@ def test_what_aggregation_wrote_is_the_checkpoint(start, fl_ctx, result, tmp_pat
     written = Path(weights(fl_ctx)["layer.bias"].source.file_range()[0].path)
     assert len({path.stat().st_ino for path in [written, *names]}) == 1
     assert nvflare_lazy.open(app / MODEL_NAME)["layer.bias"].tolist() == [1.0]
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_provenance_of_a_model(start, fl_ctx, result, tmp_path, monkeypatch, capsys, link):
+    """Each model names its job, round, contributors, rule and initial model, also if it had to be copied."""
+    if not link:
+        monkeypatch.setattr(CheckpointStore, "_can_link", lambda *args: False)
+    source = plain_safetensors(tmp_path)
+    persistor = start(source_ckpt_file_full_name=str(source))
+    fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-1")
+    round_of(persistor, fl_ctx, result, 3, 1.0)
+    assert run(["inspect", str(tmp_path / "app" / MODEL_NAME), "--json"]) == 0
+    provenance = json.loads(capsys.readouterr().out)["provenance"]
+    expected = {"job": "job-1", "round": 3, "base": str(source), "contributors": ["site-1"]}
+    assert {key: provenance[key] for key in expected} == expected
+    assert provenance["rule"]["name"] == "mean"
 
 
 def test_the_header_of_an_aggregate_is_not_read_again(start, fl_ctx, result, monkeypatch):
