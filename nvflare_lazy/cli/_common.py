@@ -6,6 +6,7 @@ Text from a file is never printed as it is: the name of a tensor may contain esc
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.cells import cell_len
 
-from nvflare_lazy._text import format_size, parse_size, printable
+from nvflare_lazy._text import format_size, parse_size, printable, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
@@ -32,6 +33,8 @@ section_option = click.option(
     help="Part of a training checkpoint to use, for example 'model' of {'model': ..., 'optimizer': ...}.",
 )
 
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
 # The names of torch, since the help must not load torch.
 _DTYPES = {
     "f64": "float64",
@@ -45,7 +48,8 @@ _DTYPES = {
 
 def _torch_dtype(context: click.Context, parameter: click.Parameter, value: str | None) -> torch.dtype | None:
     """Click callback: convert the name of a type."""
-    if value is None:
+    if value is None or context.resilient_parsing:
+        # The completion of a shell must not load torch.
         return None
     import torch
 
@@ -86,7 +90,7 @@ max_shard_size_option = click.option(
 
 def _like_directory(context: click.Context, parameter: click.Parameter, value: str | None) -> ModelDirectory | None:
     """Click callback: open a Hugging Face directory."""
-    if value is None:
+    if value is None or context.resilient_parsing:
         return None
     from nvflare_lazy.errors import ModelDirectoryError
     from nvflare_lazy.formats.hugging_face import ModelDirectory
@@ -142,6 +146,7 @@ def save_and_print(
     dtype: torch.dtype | None,
     max_shard_size: int | None,
     like: ModelDirectory | None,
+    as_json: bool,
 ) -> None:
     """Save tensors to `target` with a progress bar, and print the path and their number and size."""
     import nvflare_lazy
@@ -150,7 +155,13 @@ def save_and_print(
     nbytes = sum(tensor_meta(name, entry, dtype=dtype).nbytes for name, entry in tensors.entries.items())
     with progress(what, nbytes) as done:
         saved = nvflare_lazy.save(tensors, target, max_shard_size=max_shard_size, dtype=dtype, like=like, progress=done)
-    click.echo(f"{printable(display_path(saved, target))}: {count(len(tensors), 'tensor')}, {format_size(nbytes)}")
+    path = display_path(saved, target)
+    if as_json:
+        print_json({"path": path, "tensors": len(tensors), "nbytes": nbytes, "skipped": [*tensors.extras]})
+        return
+    click.echo(f"{printable(path)}: {count(len(tensors), 'tensor')}, {format_size(nbytes)}")
+    if tensors.extras:
+        click.echo(f"Skipped, not tensors: {', '.join(map(printable, tensors.extras))}", err=True)
 
 
 def display_path(saved: Path, target: str) -> str:
@@ -187,6 +198,12 @@ def progress(what: str, total_nbytes: int) -> Iterator[Callable[[int], None]]:
         yield lambda nbytes: bar.advance(task, nbytes)
 
 
+def print_json(document: object) -> None:
+    """Print the findings of a command as one JSON document; numbers that JSON does not have become text."""
+    json.dump(to_json(document), sys.stdout, allow_nan=False)
+    sys.stdout.write("\n")
+
+
 def error_line(error: Exception) -> str:
     """Return the message of an error in one line."""
     text = " ".join(str(error).splitlines())
@@ -203,8 +220,8 @@ def count(number: int, singular: str, plural: str | None = None) -> str:
 def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> Iterator[str]:
     """Yield the lines of a table, with the columns at the indexes `right` right-aligned.
 
-    Columns are as wide as needed and separated by two spaces: the output starts at once, however many rows there are,
-    and can be searched, cut and copied.
+    Columns are as wide as needed and separated by two spaces, so the output can be searched, cut and copied. A table of
+    rich would wrap or cut the names of tensors at the width of the terminal, or at 80 columns in a pipe.
     """
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

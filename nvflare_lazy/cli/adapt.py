@@ -9,12 +9,12 @@ from __future__ import annotations
 import click
 
 from nvflare_lazy._text import printable
-from nvflare_lazy.cli._common import count
+from nvflare_lazy.cli._common import count, json_option, print_json
 
 _LEVELS = ("1", "2", "3")
 
 
-@click.command()
+@click.command(epilog="Example: nvflare-lazy adapt jobs/fedavg --level 2 --dry-run")
 @click.argument("job_dir", metavar="JOB_DIR", type=click.Path(exists=True, file_okay=False))
 @click.option(
     "--level",
@@ -30,7 +30,8 @@ _LEVELS = ("1", "2", "3")
 )
 @click.option("--out", metavar="DIR", type=click.Path(), help="Write the job to this new folder. Default: in place.")
 @click.option("--dry-run", is_flag=True, help="Print the changes, and write nothing.")
-def adapt(job_dir: str, level: str, install_in_trainers: bool, out: str | None, dry_run: bool) -> None:
+@json_option
+def adapt(job_dir: str, level: str, install_in_trainers: bool, out: str | None, dry_run: bool, as_json: bool) -> None:
     """Make an NVFlare job folder lazy.
 
     JOB_DIR has a meta.json and the apps of the job, for example from recipe.export. Components of NVFlare are replaced
@@ -43,10 +44,23 @@ def adapt(job_dir: str, level: str, install_in_trainers: bool, out: str | None, 
     from nvflare_lazy.flare.adaptation.job_folder import adapt_job
 
     job = adapt_job(job_dir, int(level), AdaptationOptions(install_in_trainers=install_in_trainers))
-    if job.changed:
+    if job.changed and not as_json:
         click.echo("\n".join("\t".join(map(printable, line.split("\t"))) for line in job.diff().splitlines()))
     if not dry_run and (job.changed or out):
         job.write(None if out is None else Path(out))
+    if as_json:
+        print_json(
+            {
+                "job_dir": job_dir,
+                "out": out or job_dir,
+                "level": int(level),
+                "changed": [str(path) for path in job.changed],
+                "written": not dry_run and bool(job.changed or out),
+                "diff": job.diff(),
+                "notes": job.notes,
+            }
+        )
+        return
     for note in job.notes:
         click.echo(f"Note: {printable(note)}", err=True)
     what = f"{count(len(job.changed), 'file')} changed" if job.changed else "nothing to change"

@@ -20,8 +20,10 @@ from nvflare_lazy.cli._common import (
     count,
     display_path,
     error_line,
+    json_option,
     like_option,
     max_shard_size_option,
+    print_json,
     progress,
     regex,
     resolve_output,
@@ -58,7 +60,9 @@ def _weights(context: click.Context, parameter: click.Parameter, value: str | No
         raise click.BadParameter(f"Invalid weights {value!r}: expected numbers such as 300,120,50.") from None
 
 
-@click.command()
+@click.command(
+    epilog="Example: nvflare-lazy aggregate a.safetensors b.safetensors --weights 300,120 --out mean.safetensors"
+)
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=click.Path())
 @click.option(
     "--out",
@@ -100,6 +104,7 @@ def _weights(context: click.Context, parameter: click.Parameter, value: str | No
 @max_shard_size_option
 @like_option
 @click.option("--force", is_flag=True, help="Replace the output if it exists.")
+@json_option
 def aggregate(
     inputs: tuple[str, ...],
     out: str,
@@ -115,6 +120,7 @@ def aggregate(
     max_shard_size: int | None,
     like: ModelDirectory | None,
     force: bool,
+    as_json: bool,
 ) -> None:
     """Aggregate several checkpoints into one.
 
@@ -162,10 +168,14 @@ def aggregate(
     report = result.report
     real = os.path.realpath(checkpoint_path(target, like))
     saved = Path(real if os.path.exists(real) else index_path(real))
-    click.echo(
-        f"{printable(display_path(saved, target))}: {rule} of {len(report.contributors)}, "
-        f"{count(report.tensors, 'tensor')}, {format_size(report.nbytes)}"
-    )
+    path = display_path(saved, target)
+    if as_json:
+        print_json({"path": path, **report.as_dict()})
+    else:
+        click.echo(
+            f"{printable(path)}: {rule} of {len(report.contributors)}, "
+            f"{count(report.tensors, 'tensor')}, {format_size(report.nbytes)}"
+        )
     _print_skipped(report)
 
 

@@ -6,13 +6,24 @@ The next job with the same scratch root also removes them; this command is for m
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from nvflare_lazy._text import format_size, printable
-from nvflare_lazy.cli._common import columns, count
+from nvflare_lazy.cli._common import columns, count, json_option, print_json
+
+if TYPE_CHECKING:
+    from nvflare_lazy.scratch import LeaseInfo
+
+_STATUSES = {True: "running", False: "gone", None: "unknown"}
 
 
-@click.command(short_help="List scratch, and remove that of processes that no longer exist.")
+@click.command(
+    short_help="List scratch, and remove that of processes that no longer exist.",
+    epilog="Example: nvflare-lazy clean --remove",
+)
 @click.option("--scratch-dir", type=click.Path(), help="Scratch root. Default: the current user's.")
 @click.option("--remove", is_flag=True, help="Remove scratch of processes that no longer exist. Default: list it.")
 @click.option(
@@ -20,7 +31,8 @@ from nvflare_lazy.cli._common import columns, count
     is_flag=True,
     help="With --remove, also remove scratch of other hosts, whose processes cannot be checked from here.",
 )
-def clean(scratch_dir: str | None, remove: bool, include_other_hosts: bool) -> None:
+@json_option
+def clean(scratch_dir: str | None, remove: bool, include_other_hosts: bool, as_json: bool) -> None:
     """List scratch directories, and remove those of processes that no longer exist.
 
     The scratch of a running process is never removed.
@@ -29,21 +41,23 @@ def clean(scratch_dir: str | None, remove: bool, include_other_hosts: bool) -> N
 
     if include_other_hosts and not remove:
         raise click.UsageError("--include-other-hosts requires --remove.")
+    reclaimed = reclaim(scratch_dir, include_other_hosts=include_other_hosts) if remove else []
+    leases = list_scratch(scratch_dir)
+    if as_json:
+        print_json({"removed": [*map(_as_dict, reclaimed)], "scratch": [*map(_as_dict, leases)]})
+        return
     if remove:
-        reclaimed = reclaim(scratch_dir, include_other_hosts=include_other_hosts)
         for gone in reclaimed:
             click.echo(f"Removed {gone.path}: {format_size(gone.nbytes)}, job {printable(gone.job)!r}, {gone.reason}")
         total = sum(gone.nbytes for gone in reclaimed)
         click.echo(f"Removed {count(len(reclaimed), 'directory', 'directories')}, {format_size(total)}.")
-    leases = list_scratch(scratch_dir)
     if not leases:
         click.echo("No scratch directories found.")
         return
-    statuses = {True: "running", False: "gone", None: "unknown"}
     rows = [["STATUS", "SIZE", "AGE", "JOB", "OWNER", "PATH"]]
     rows += [
         [
-            statuses[lease.alive],
+            _STATUSES[lease.alive],
             format_size(lease.nbytes),
             _age(lease.age),
             printable(lease.job),
@@ -58,6 +72,10 @@ def clean(scratch_dir: str | None, remove: bool, include_other_hosts: bool) -> N
     if left and not remove:
         size = format_size(sum(lease.nbytes for lease in left))
         click.echo(f"{size} is left from processes that no longer exist; free it with: nvflare-lazy clean --remove")
+
+
+def _as_dict(lease: LeaseInfo) -> dict[str, Any]:
+    return {**asdict(lease), "path": str(lease.path), "status": _STATUSES[lease.alive]}
 
 
 def _age(seconds: float) -> str:

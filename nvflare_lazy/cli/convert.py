@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nvflare_lazy._text import printable
 from nvflare_lazy.cli._common import (
     dtype_option,
+    json_option,
     like_option,
     max_shard_size_option,
     resolve_output,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.formats.hugging_face import ModelDirectory
 
 
-@click.command()
+@click.command(epilog="Example: nvflare-lazy convert training.pt model.safetensors --section model --dtype bf16")
 @click.argument("source", metavar="INPUT", type=click.Path())
 @click.argument("target", metavar="OUTPUT", type=click.Path())
 @section_option
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 @max_shard_size_option
 @like_option
 @click.option("--force", is_flag=True, help="Replace OUTPUT if it exists.")
+@json_option
 def convert(
     source: str,
     target: str,
@@ -42,6 +43,7 @@ def convert(
     max_shard_size: int | None,
     like: ModelDirectory | None,
     force: bool,
+    as_json: bool,
 ) -> None:
     """Write a checkpoint as safetensors.
 
@@ -55,7 +57,6 @@ def convert(
     import nvflare_lazy
 
     tensors = nvflare_lazy.open(source, section=section)
-    save_and_print(tensors, target, "Converting", dtype=dtype, max_shard_size=max_shard_size, like=like)
-    if tensors.extras:
-        skipped = ", ".join(printable(name) for name in tensors.extras)
-        click.echo(f"Skipped, not tensors: {skipped}", err=True)
+    save_and_print(
+        tensors, target, "Converting", dtype=dtype, max_shard_size=max_shard_size, like=like, as_json=as_json
+    )

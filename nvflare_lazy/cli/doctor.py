@@ -8,7 +8,7 @@ import os
 import resource
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,7 @@ import click
 
 import nvflare_lazy
 from nvflare_lazy._text import format_size, printable
+from nvflare_lazy.cli._common import json_option, print_json
 from nvflare_lazy.errors import NVFlareLazyError, ScratchError, UnsupportedNVFlareError
 from nvflare_lazy.scratch import JobScratch, list_scratch
 from nvflare_lazy.scratch.container import STORAGE_LIMIT, find_shortages, memory_limit, storage_limit
@@ -45,13 +46,16 @@ SETTINGS = {
 }
 
 
-@click.command()
+@click.command(epilog="Example: nvflare-lazy doctor --scratch-dir /var/tmp --model model.safetensors --clients 8")
 @click.option("--scratch-dir", type=click.Path(), help="Scratch root. Default: the current user's.")
 @click.option("--site", type=click.Path(), help="Directory of a provisioned server or site; check its resources.json.")
 @click.option("--model", type=click.Path(), help="Checkpoint; check that its rounds fit into memory and scratch.")
 @click.option("--clients", type=click.IntRange(min=1), default=1, show_default=True, help="Clients of its job.")
+@json_option
 @click.pass_context
-def doctor(context: click.Context, scratch_dir: str | None, site: str | None, model: str | None, clients: int) -> None:
+def doctor(
+    context: click.Context, scratch_dir: str | None, site: str | None, model: str | None, clients: int, as_json: bool
+) -> None:
     """Check that this machine is ready to run jobs.
 
     Checks versions, NVFlare's handlers, the scratch root (space, speed, whether it is memory), and the limits of the
@@ -60,7 +64,7 @@ def doctor(context: click.Context, scratch_dir: str | None, site: str | None, mo
 
     The exit code is 1 if any line is an ERROR.
     """
-    errors = 0
+    findings = []
     checks = [check_versions(), check_handlers(), check_scratch(scratch_dir), check_limits()]
     checks.append(check_messages(None if site is None else Path(site)))
     if site is not None:
@@ -68,9 +72,12 @@ def doctor(context: click.Context, scratch_dir: str | None, site: str | None, mo
     if model is not None:
         checks.append(check_model(Path(model), clients, scratch_dir))
     for check in chain(*checks):
-        errors += check.level == ERROR
-        click.echo(f"{check.level:8} {printable(check.message)}")
-    context.exit(1 if errors else 0)
+        findings.append(asdict(check))
+        if not as_json:
+            click.echo(f"{check.level:8} {printable(check.message)}")
+    if as_json:
+        print_json({"checks": findings})
+    context.exit(1 if any(finding["level"] == ERROR for finding in findings) else 0)
 
 
 @dataclass(frozen=True)

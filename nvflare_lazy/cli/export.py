@@ -12,6 +12,7 @@ import click
 
 from nvflare_lazy.cli._common import (
     dtype_option,
+    json_option,
     max_shard_size_option,
     resolve_output,
     save_and_print,
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 _NVFLARE_SECTION = "model"
 
 
-@click.command()
+@click.command(
+    epilog="Example: nvflare-lazy export FL_global_model.safetensors --base models/initial --out models/trained"
+)
 @click.argument("result", metavar="RESULT", type=click.Path())
 @click.option(
     "--base",
@@ -40,6 +43,7 @@ _NVFLARE_SECTION = "model"
 @dtype_option
 @max_shard_size_option
 @click.option("--force", is_flag=True, help="Replace the model in OUT if it exists.")
+@json_option
 def export(
     result: str,
     base: str,
@@ -49,6 +53,7 @@ def export(
     dtype: torch.dtype | None,
     max_shard_size: int | None,
     force: bool,
+    as_json: bool,
 ) -> None:
     """Write the result of a job as a Hugging Face directory.
 
@@ -73,4 +78,6 @@ def export(
             raise
         tensors = nvflare_lazy.open(result)
     matched = match_model_directory(tensors, directory)
-    save_and_print(matched, target, "Exporting", dtype=dtype, max_shard_size=max_shard_size, like=directory)
+    save_and_print(
+        matched, target, "Exporting", dtype=dtype, max_shard_size=max_shard_size, like=directory, as_json=as_json
+    )

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from nvflare_lazy._text import format_size, printable, quoted, to_json
-from nvflare_lazy.cli._common import columns, count, regex, section_option
+from nvflare_lazy._text import format_size, printable, quoted
+from nvflare_lazy.cli._common import columns, count, json_option, print_json, regex, section_option
 
 if TYPE_CHECKING:
     import re
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from nvflare_lazy.tensors.entry import TensorEntry
 
 _MAX_VALUE_LEN = 200
+#: Precedes the keys of the metadata that this package writes, whose values are JSON.
+PREFIX = "nvflare_lazy."
 
 
 class Row(NamedTuple):
@@ -37,16 +39,18 @@ class Row(NamedTuple):
     nbytes: int
 
 
-@click.command()
+@click.command(epilog="Example: nvflare-lazy inspect training.pt --section model --match attention")
 @click.argument("file", type=click.Path())
 @section_option
 @click.option("--match", metavar="REGEX", callback=regex, help="Show only tensors whose names match REGEX.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
+@json_option
 def inspect(file: str, section: str | None, match: re.Pattern[str] | None, as_json: bool) -> None:
     """List the tensors of a checkpoint.
 
     FILE is a safetensors file, the index or directory of a sharded checkpoint, or a PyTorch checkpoint. Tensor data is
     not read.
+
+    A model of a job has its provenance: job, round, contributors and their weights, rule, and the initial model.
     """
     import nvflare_lazy
 
@@ -55,17 +59,18 @@ def inspect(file: str, section: str | None, match: re.Pattern[str] | None, as_js
     total = _sum(rows)
     dtypes = dict.fromkeys(row.dtype for row in rows)
     by_dtype = {dtype: _sum([row for row in rows if row.dtype == dtype]) for dtype in dtypes}
+    provenance, other = _provenance(tensors.metadata)
     if as_json:
         document = {
             "file": file,
             "metadata": dict(tensors.metadata),
-            "extras": to_json(tensors.extras),
+            "provenance": provenance,
+            "extras": tensors.extras,
             "total": total,
             "dtypes": by_dtype,
             "tensors": [row._asdict() for row in rows],
         }
-        json.dump(document, sys.stdout)
-        sys.stdout.write("\n")
+        print_json(document)
         return
     if rows:
         cells = [[printable(row.name), row.dtype, str(list(row.shape)), format_size(row.nbytes)] for row in rows]
@@ -78,8 +83,24 @@ def inspect(file: str, section: str | None, match: re.Pattern[str] | None, as_js
         [name, f"{sums['tensors']:,}", f"{sums['elements']:,}", format_size(sums["nbytes"])] for name, sums in totals
     ]
     _print_table([["DTYPE", "TENSORS", "ELEMENTS", "SIZE"], *cells], right={1, 2, 3})
-    _print_pairs("metadata", tensors.metadata)
+    _print_pairs("provenance", provenance)
+    _print_pairs("metadata", other)
     _print_pairs("also in the file", tensors.extras)
+
+
+def _provenance(metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what this package has stored about the origin of a model, and the rest of the metadata."""
+    found, other = {}, {}
+    for key, text in metadata.items():
+        try:
+            part = json.loads(text) if key.startswith(PREFIX) else None
+        except (ValueError, RecursionError):
+            part = None
+        if isinstance(part, dict):
+            found.update(part)
+        else:
+            other[key] = text
+    return found, other
 
 
 def _row(name: str, entry: TensorEntry) -> Row:

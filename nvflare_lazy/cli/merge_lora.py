@@ -10,21 +10,30 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nvflare_lazy.cli._common import dtype_option, max_shard_size_option, resolve_output, save_and_print
+from nvflare_lazy.cli._common import dtype_option, json_option, max_shard_size_option, resolve_output, save_and_print
 
 if TYPE_CHECKING:
     import torch
 
 
-@click.command("merge-lora")
+@click.command(
+    "merge-lora", epilog="Example: nvflare-lazy merge-lora models/base models/adapter models/merged --dtype bf16"
+)
 @click.argument("base", metavar="BASE", type=click.Path(exists=True, file_okay=False))
 @click.argument("adapter", metavar="ADAPTER", type=click.Path(exists=True, file_okay=False))
 @click.argument("out", metavar="OUT", type=click.Path())
 @dtype_option
 @max_shard_size_option
 @click.option("--force", is_flag=True, help="Replace the model in OUT if it exists.")
+@json_option
 def merge_lora(
-    base: str, adapter: str, out: str, dtype: torch.dtype | None, max_shard_size: int | None, force: bool
+    base: str,
+    adapter: str,
+    out: str,
+    dtype: torch.dtype | None,
+    max_shard_size: int | None,
+    force: bool,
+    as_json: bool,
 ) -> None:
     """Merge a LoRA adapter into the weights of its base model.
 
@@ -39,4 +48,6 @@ def merge_lora(
     directory = ModelDirectory(base, adapter=False)
     target = resolve_output(out, "OUT", force=force, like=directory)
     merged = merge_lora(directory, ModelDirectory(adapter, adapter=True))
-    save_and_print(merged, target, "Merging", dtype=dtype, max_shard_size=max_shard_size, like=directory)
+    save_and_print(
+        merged, target, "Merging", dtype=dtype, max_shard_size=max_shard_size, like=directory, as_json=as_json
+    )

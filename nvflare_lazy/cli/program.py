@@ -16,6 +16,7 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, NoReturn
 
 import click
+from click.shell_completion import shell_complete
 
 import nvflare_lazy
 from nvflare_lazy.cli._common import error_line
@@ -27,7 +28,20 @@ if TYPE_CHECKING:
 
 # Each is a function in the module of its name, which is loaded when it is used. These modules import nothing heavy at
 # their top, since `--help` loads them all.
-COMMANDS = ("adapt", "inspect", "convert", "export", "merge-lora", "verify", "aggregate", "doctor", "clean")
+COMMANDS = (
+    "adapt",
+    "inspect",
+    "convert",
+    "export",
+    "merge-lora",
+    "verify",
+    "aggregate",
+    "doctor",
+    "clean",
+)
+_NAME = "nvflare-lazy"
+# The variable by which the completion script of a shell calls the program. Its name is click's.
+_COMPLETE = "_NVFLARE_LAZY_COMPLETE"
 
 
 class LazyCommandGroup(click.Group):
@@ -47,7 +61,7 @@ class LazyCommandGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command, or suggest the closest one."""
-        if args[0] not in COMMANDS and not args[0].startswith("-"):
+        if args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
             close = get_close_matches(args[0], COMMANDS, n=1)
             hint = f"Did you mean {close[0]!r}?" if close else f"Available: {', '.join(COMMANDS)}."
             ctx.fail(f"No such command {args[0]!r}. {hint}")
@@ -59,7 +73,7 @@ class LazyCommandGroup(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 success, 1 failed check or error, 2 usage error.",
 )
-@click.version_option(nvflare_lazy.__version__, prog_name="nvflare-lazy", message="%(prog)s %(version)s")
+@click.version_option(nvflare_lazy.__version__, prog_name=_NAME, message="%(prog)s %(version)s")
 def program() -> None:
     """Make NVFlare jobs lazy, and inspect, convert, verify and aggregate checkpoints larger than memory."""
 
@@ -81,8 +95,9 @@ def main() -> NoReturn:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(signum, _stop)
+    instruction = os.environ.get(_COMPLETE)
     try:
-        code = _flush_after(run(sys.argv[1:]))
+        code = _flush_after(run(sys.argv[1:]) if instruction is None else _complete(instruction))
     except BrokenPipeError:
         _exit_by_signal(signal.SIGPIPE)
     except SignalReceived as received:
@@ -94,7 +109,7 @@ def run(args: Sequence[str]) -> int:
     """Run a command line, without the program's name before it, and return its exit code."""
     try:
         # Not `program.main`, which would turn a broken pipe and Ctrl-C into errors.
-        with program.make_context("nvflare-lazy", list(args)) as context:
+        with program.make_context(_NAME, list(args)) as context:
             program.invoke(context)
     except click.exceptions.Exit as ended:
         return ended.exit_code
@@ -106,6 +121,17 @@ def run(args: Sequence[str]) -> int:
     except (NVFlareLazyError, OSError) as error:
         return _fail(error)
     return 0
+
+
+def _complete(instruction: str) -> int:
+    """Print the completion script of a shell, or the completions that the script asks for."""
+    # `program.main` would do this first.
+    code = shell_complete(program, {}, _NAME, _COMPLETE, instruction)
+    if code:
+        click.echo(
+            f"Error: invalid {_COMPLETE} {instruction!r}; available: bash_source, zsh_source, fish_source", err=True
+        )
+    return code
 
 
 def _fail(error: Exception) -> int:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
 from nvflare_lazy._text import format_size, printable
-from nvflare_lazy.cli._common import count, error_line, progress, section_option
+from nvflare_lazy.cli._common import count, error_line, json_option, print_json, progress, section_option
 from nvflare_lazy.errors import NVFlareLazyError
 
 if TYPE_CHECKING:
@@ -31,12 +31,15 @@ if TYPE_CHECKING:
 _TILE_BYTES = 4 << 20
 
 
-@click.command()
+@click.command(epilog="Example: nvflare-lazy verify --check-finite model.safetensors training.pt")
 @click.argument("files", metavar="FILE...", type=click.Path(), nargs=-1, required=True)
 @section_option
 @click.option("--check-finite", is_flag=True, help="Also fail on NaN and infinite values.")
+@json_option
 @click.pass_context
-def verify(context: click.Context, files: tuple[str, ...], section: str | None, check_finite: bool) -> None:
+def verify(
+    context: click.Context, files: tuple[str, ...], section: str | None, check_finite: bool, as_json: bool
+) -> None:
     """Check checkpoints and read all of their data.
 
     FILE is a safetensors file, the index or directory of a sharded checkpoint, or a PyTorch checkpoint. Validates the
@@ -45,15 +48,21 @@ def verify(context: click.Context, files: tuple[str, ...], section: str | None, 
     The exit code is 0 if all files are valid, and 1 if any is not.
     """
     failed = 0
+    reports = []
     for file in files:
         report = check(file, section=section, finite=check_finite)
+        failed += bool(report.problems)
+        if as_json:
+            reports.append({"file": file, "ok": not report.problems, **asdict(report)})
+            continue
         if report.problems:
-            failed += 1
             click.echo(f"{printable(file)}: FAILED")
         else:
             click.echo(f"{printable(file)}: OK, {count(report.tensors, 'tensor')}, {format_size(report.nbytes)}")
         for problem in report.problems:
             click.echo(f"  {problem}")
+    if as_json:
+        print_json({"files": reports})
     context.exit(1 if failed else 0)
 
 

@@ -54,6 +54,9 @@ def test_diff_then_job(cli, job):
     assert (code, out) == (0, DIFF)
     assert err.startswith("job: level 3, 1 file changed, nothing written\n")
     assert config.read_text() == SERVER
+    code, out, err = cli("adapt", "job", "--dry-run", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["diff"] + "\n" == DIFF
     code, out, err = cli("adapt", "job")
     assert (code, out) == (0, DIFF)
     assert 'need "nvflare_lazy." in their class_allow_list' in err

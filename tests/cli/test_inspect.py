@@ -132,6 +132,26 @@ def test_names_cannot_command_the_terminal(cli, tmp_path):
     assert "  a\\nb: \\x9b1m" in out
 
 
+def test_provenance(cli, model):
+    """A result has the contributors, their weights and the rule, apart from other metadata."""
+    cli("aggregate", model, "--out", "mean.safetensors")
+    out = cli("inspect", "mean.safetensors").out
+    before, after = out.split("\nmetadata\n")
+    assert "\nprovenance\n" in before
+    assert f"  contributors: ['{model}']"[:60] in before
+    assert after == "  format: pt\n"
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "no JSON", "[1]", '{"job": "\x1b[31m", "round": [[[[[[[]]]]]]]}'])
+def test_crafted_provenance(cli, tmp_path, text):
+    """Metadata of any content are shown, and never break the command."""
+    save_file({"w": torch.ones(1)}, tmp_path / "f", metadata={"nvflare_lazy.job": text})
+    code, out, err = cli("inspect", "f")
+    assert (code, err) == (0, "")
+    assert "\x1b" not in out
+    assert cli("inspect", "f", "--json").code == 0
+
+
 def test_long_metadata_is_cut(cli, tmp_path):
     """A training script that was stored as metadata does not flood the terminal."""
     save_file({"w": torch.ones(1)}, tmp_path / "f", metadata={"script": "x" * 100_000})

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -36,7 +38,7 @@ def test_help_lists_the_commands(cli, option):
     assert listed == list(COMMANDS)
 
 
-@pytest.mark.parametrize("name", ["inspect", "convert", "export", "merge-lora", "verify"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_a_command(cli, name):
     """Says what it does, and explains each of its options."""
     code, out, _ = cli(name, "--help")
@@ -44,6 +46,62 @@ def test_help_of_a_command(cli, name):
     assert out.startswith(f"Usage: nvflare-lazy {name} [OPTIONS]")
     command = program.program.get_command(None, name)
     assert all(parameter.help for parameter in command.params if isinstance(parameter, click.Option))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_example_of_a_command(cli, name):
+    """The help of each command ends with a command line that the program accepts."""
+    command = program.program.get_command(None, name)
+    label, example = (command.epilog or "").split(": ", 1)
+    words = shlex.split(example)
+    assert (label, words[:2]) == ("Example", ["nvflare-lazy", name])
+    out = " ".join(cli(name, "--help").out.split())
+    assert out.endswith(f"Example: {example}")
+    context = click.Context(command, resilient_parsing=True)
+    values, _, _ = command.make_parser(context).parse_args(words[2:])
+    for parameter in command.params:
+        if isinstance(parameter.type, click.Path) and parameter.type.exists and parameter.name in values:
+            Path(values[parameter.name]).mkdir(parents=True)
+    command.make_context(name, words[2:])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_json(name):
+    """The findings of every command can be had as JSON."""
+    command = program.program.get_command(None, name)
+    assert ["--json"] in [parameter.opts for parameter in command.params]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "found"),
+    [
+        (["verify", "training.pt", "missing"], 1, {"files": [{"ok": True, "tensors": 5}, {"ok": False}]}),
+        (
+            ["convert", "training.pt", "o.safetensors"],
+            0,
+            {"path": "o.safetensors", "tensors": 5, "skipped": ["optimizer"]},
+        ),
+        (["aggregate", "training.pt", "--out", "o.safetensors"], 0, {"contributors": ["training.pt"], "skipped": {}}),
+        (["clean", "--scratch-dir", "scratch", "--remove"], 0, {"removed": [], "scratch": []}),
+        (["doctor", "--scratch-dir", "training.pt"], 1, {"checks": [{"level": "OK"}]}),
+    ],
+)
+def test_findings_as_json(cli, training, args, code, found):
+    """One document on stdout, nothing on stderr, and the same exit code."""
+    result = cli(*args, "--json")
+    assert (result.code, result.err) == (code, "")
+
+    def check(document, expected):
+        if isinstance(expected, dict):
+            for key, value in expected.items():
+                check(document[key], value)
+        elif isinstance(expected, list) and expected:
+            for item, value in zip(document, expected, strict=False):
+                check(item, value)
+        else:
+            assert document == expected
+
+    check(json.loads(result.out), found)
 
 
 @pytest.mark.parametrize("args", [["--version"], ["--help"], ["convert", "--help"], ["inspect", "a", "--match=("]])
