@@ -10,6 +10,7 @@ from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _MOUNTS = Path("/proc/self/mountinfo")
+_MEMORY = Path("/proc/meminfo")
 
 
 def available_cores() -> int:
@@ -37,6 +38,17 @@ def anonymous_bytes() -> int:
     except OSError:
         pass
     return 0
+
+
+def available_memory() -> int | None:
+    """Return the memory of this machine that new processes can use, or None where the kernel does not report it."""
+    try:
+        for line in _MEMORY.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
 
 
 @dataclass(frozen=True)

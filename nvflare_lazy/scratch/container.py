@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nvflare_lazy._system import Mount, mount_of, mounts
+from nvflare_lazy._system import Mount, available_memory, mount_of, mounts
 from nvflare_lazy._text import format_size, parse_size
 from nvflare_lazy.errors import ScratchError
 from nvflare_lazy.scratch.file_systems import inspect_root
@@ -79,7 +79,7 @@ def storage_limit() -> int | None:
 
 
 def find_shortages(memory: int, storage: Mapping[Path, int]) -> list[str]:
-    """Return what a job needs and does not get here, in a sentence for each limit that is too low.
+    """Return what a job needs and does not get here, in a sentence for each limit or machine that is too small.
 
     Args:
         memory: Memory that the job needs in addition to the memory in use.
@@ -93,21 +93,28 @@ def find_shortages(memory: int, storage: Mapping[Path, int]) -> list[str]:
         if root.memory_backed:
             memory += nbytes
             continue
-        disks[os.stat(root.path).st_dev][root.path] = nbytes
+        disk = disks[os.stat(root.path).st_dev]
+        disk[root.path] = disk.get(root.path, 0) + nbytes
         ephemeral += nbytes if _is_ephemeral(root.path) else 0
     limit = memory_limit()
     if limit is not None and limit.in_use + memory > limit.nbytes:
         found.append(
             f"the memory limit of {format_size(limit.nbytes)} in {limit.path} is lower than the job needs: "
             f"{format_size(limit.in_use)} are in use, page cache not included, and {format_size(memory)} more are "
-            "needed; raise it"
+            f"needed, {format_size(limit.in_use + memory - limit.nbytes)} too many; raise it"
+        )
+    available = available_memory()
+    if available is not None and memory > available:
+        found.append(
+            f"this machine has {format_size(available)} of memory available, and the job needs {format_size(memory)}, "
+            f"{format_size(memory - available)} too much; end other processes, or use a machine with more memory"
         )
     for wanted in disks.values():
         free, total = inspect_root(next(iter(wanted))).free, sum(wanted.values())
         if total > free:
             found.append(
                 f"the disk of {' and '.join(map(str, wanted))} has {format_size(free)} free, and the job needs "
-                f"{format_size(total)}; free space, or use another disk"
+                f"{format_size(total)}, {format_size(total - free)} too much; free space, or use another disk"
             )
     allowed = storage_limit()
     if allowed is not None and ephemeral > allowed:
