@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-import nvflare_lazy
 from nvflare_lazy._text import format_size, printable
 from nvflare_lazy.cli._common import json_option, print_json
-from nvflare_lazy.errors import NVFlareLazyError, ScratchError, UnsupportedNVFlareError
+from nvflare_lazy.errors import ScratchError, UnsupportedNVFlareError
 from nvflare_lazy.scratch import JobScratch, list_scratch
-from nvflare_lazy.scratch.container import STORAGE_LIMIT, find_shortages, memory_limit, storage_limit
+from nvflare_lazy.scratch.container import STORAGE_LIMIT, memory_limit, storage_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,8 +35,6 @@ _MIN_MESSAGE_BYTES = 4 << 20
 # NVFlare's variables of the environment, and its default of the second one.
 MAX_MESSAGE, MAX_BLOB = "NVFLARE_MAX_MESSAGE_SIZE", "NVFLARE_STREAMING_MAX_BLOB_SIZE"
 _DEFAULT_MAX_BLOB_BYTES = 4 << 30
-# The default of `TensorOffload`.
-_MEMORY_BUDGET = 128 << 20
 PREFIX = "nvflare_lazy."
 # The values of NVFlare's setting `nvflare_decomposers`, and the jobs that they are for.
 SETTINGS = {
@@ -46,21 +43,17 @@ SETTINGS = {
 }
 
 
-@click.command(epilog="Example: nvflare-lazy doctor --scratch-dir /var/tmp --model model.safetensors --clients 8")
+@click.command(epilog="Example: nvflare-lazy doctor --scratch-dir /var/tmp")
 @click.option("--scratch-dir", type=click.Path(), help="Scratch root. Default: the current user's.")
 @click.option("--site", type=click.Path(), help="Directory of a provisioned server or site; check its resources.json.")
-@click.option("--model", type=click.Path(), help="Checkpoint; check that its rounds fit into memory and scratch.")
-@click.option("--clients", type=click.IntRange(min=1), default=1, show_default=True, help="Clients of its job.")
 @json_option
 @click.pass_context
-def doctor(
-    context: click.Context, scratch_dir: str | None, site: str | None, model: str | None, clients: int, as_json: bool
-) -> None:
+def doctor(context: click.Context, scratch_dir: str | None, site: str | None, as_json: bool) -> None:
     """Check that this machine is ready to run jobs.
 
     Checks versions, NVFlare's handlers, the scratch root (space, speed, whether it is memory), and the limits of the
     process, of the container and of NVFlare's messages. With --site, checks the site's setting nvflare_decomposers and
-    the classes that jobs may name there; with --model, whether a server has the memory and the scratch for the model.
+    the classes that jobs may name there. To check a machine for a job, use `nvflare-lazy plan --against`.
 
     The exit code is 1 if any line is an ERROR.
     """
@@ -69,8 +62,6 @@ def doctor(
     checks.append(check_messages(None if site is None else Path(site)))
     if site is not None:
         checks.append(check_site(Path(site)))
-    if model is not None:
-        checks.append(check_model(Path(model), clients, scratch_dir))
     for check in chain(*checks):
         findings.append(asdict(check))
         if not as_json:
@@ -198,21 +189,6 @@ def _read_config(site: Path) -> dict[str, object]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def check_model(model: Path, clients: int, scratch_dir: str | None) -> Iterator[Check]:
-    """Check that a server has the memory and the scratch for a round of a model, at levels 2 and 3."""
-    try:
-        nbytes = nvflare_lazy.open(model).nbytes
-        with JobScratch.open(scratch_dir, job="doctor", warn=False) as job:
-            shortages = find_shortages(_MEMORY_BUDGET, {job.path: clients * nbytes})
-    except (NVFlareLazyError, OSError) as error:
-        yield Check(ERROR, f"Model: {error}")
-        return
-    for shortage in shortages:
-        yield Check(ERROR, f"Model of {format_size(nbytes)}, {clients} clients: {shortage}")
-    if not shortages:
-        yield Check(OK, f"Model of {format_size(nbytes)}, {clients} clients: memory and scratch are sufficient")
 
 
 def check_site(site: Path) -> Iterator[Check]:

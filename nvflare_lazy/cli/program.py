@@ -36,6 +36,7 @@ COMMANDS = (
     "merge-lora",
     "verify",
     "aggregate",
+    "plan",
     "doctor",
     "clean",
 )

@@ -8,10 +8,8 @@ import resource
 from importlib import metadata
 
 import pytest
-import torch
 from nvflare.fuel.f3.comm_config import CommConfigurator, VarName
 
-import nvflare_lazy
 from nvflare_lazy.cli import doctor
 from nvflare_lazy.scratch.container import STORAGE_LIMIT, MemoryLimit
 from tests.scratch.conftest import leave_behind as leave_behind
@@ -201,17 +199,6 @@ def test_limits_of_messages(monkeypatch, tmp_path):
     assert [(found.level, found.message) for found in doctor.check_messages(tmp_path)] == by_variable
     monkeypatch.setenv(doctor.MAX_BLOB, "4G")
     assert [found.level for found in doctor.check_messages(tmp_path)] == [doctor.ERROR]
-
-
-def test_a_model(cli, root, tmp_path, monkeypatch):
-    """Its round fits, or the scratch of so many clients does not; a checkpoint that cannot be read is an error."""
-    path = nvflare_lazy.save({"w": torch.ones(1 << 20)}, tmp_path / "m.safetensors")
-    for clients, level in ((3, doctor.OK), (1 << 30, doctor.ERROR)):
-        (finding,) = doctor.check_model(path, clients, str(root))
-        assert (finding.level, finding.message.startswith(f"Model of 4.0 MiB, {clients} clients: ")) == (level, True)
-    result = cli("doctor", "--scratch-dir", root, "--model", tmp_path / "missing", "--clients", 2)
-    assert result.code == 1
-    assert "missing" in one(findings(result)["ERROR"], "Model: ")
 
 
 def test_a_package_that_is_missing(monkeypatch):
