@@ -67,6 +67,7 @@ def test_bad_clients_cost_only_themselves(run_job: JobRunner):
     assert ulps(saved["layer00001"].numpy(), next_global(value, [1, 2, 3, 4, 5, 6])) <= 1
 
 
+@pytest.mark.slow
 def test_a_client_killed_while_it_sends_is_done_without(run_job: JobRunner):
     """With min_responses the round ends with the others, and so does the next; the log says that no result came."""
     job = FLJob(

@@ -57,6 +57,7 @@ Each message names the file, tensor or peer and the problem, and ends with the r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from nvflare_lazy._text import message
@@ -126,7 +127,15 @@ class AggregationError(NVFlareLazyError):
 
 
 class NothingToAggregateError(AggregationError, ValueError):
-    """There are no contributors or no tensors, or all were skipped or excluded."""
+    """There are no contributors or no tensors, or all were skipped or excluded.
+
+    Attributes:
+        skipped: The error of each skipped contribution.
+    """
+
+    def __init__(self, message: str, skipped: Mapping[str, Exception] | None = None) -> None:
+        super().__init__(message)
+        self.skipped = dict(skipped or {})
 
 
 class TooFewContributorsError(AggregationError, ValueError):

@@ -101,7 +101,10 @@ class RoundExecution:
                 break
             except ContributionError as failed:
                 if isinstance(failed.error, NonFiniteError) and self._config.on_non_finite == "error":
-                    raise failed.error from None
+                    raise NonFiniteError(
+                        f"{failed.error}; set on_non_finite='skip' to skip the contribution, or 'keep' to compute with "
+                        "such values"
+                    ) from None
                 self._skip(failed.contributor, failed.error)
         for name in schema.names:
             self._release(name)
@@ -180,7 +183,7 @@ class RoundExecution:
 
     def _resolve(self) -> RoundSchema:
         if not self._entries:
-            raise NothingToAggregateError("no contributions to aggregate" + reasons(self._skipped))
+            raise NothingToAggregateError("no contributions to aggregate" + reasons(self._skipped), self._skipped)
         schema = resolve_schema(
             self._entries,
             self._weights,

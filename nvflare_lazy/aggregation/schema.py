@@ -173,7 +173,7 @@ def resolve_schema(
         skipped[name] = error
     staying = tuple(name for name in names if name not in skipped)
     if not staying:
-        raise NothingToAggregateError("no usable contributions" + reasons(skipped))
+        raise NothingToAggregateError("no usable contributions" + reasons(skipped), skipped)
     everyone = tuple(range(len(staying)))
     if all(len(sent[name]) == len(expected) for name in staying):
         holders = dict.fromkeys(expected, everyone)

@@ -218,8 +218,7 @@ class LazyAggregator(ModelAggregator):
         report, tensors = self._mean(kind, base)
         aggregated = list(report.contributors)
         if len(aggregated) < self.min_results:
-            found = f"round {self._round_number()} has {len(aggregated)} usable results"
-            raise TooFewResultsError(f"{found}, and min_results is {self.min_results}")
+            raise self._too_few(f"{len(aggregated)} usable results, and min_results is {self.min_results}")
         if kind == "DIFF" or self.server_optimizer is not None:
             tensors = self._update.apply(
                 base or {}, tensors, kind, self.fl_ctx, self._round_number(), memory_budget=self.budget
@@ -256,11 +255,23 @@ class LazyAggregator(ModelAggregator):
                 should_cancel=self._cancelled,
             )
         except NothingToAggregateError as error:
-            raise TooFewResultsError(f"round {self._round_number()} has no usable results: {error}") from error
+            for client, reason in error.skipped.items():
+                self._drop(client, str(reason))
+            raise self._too_few("no usable results", error) from error
         model = output.finish(result.tensors)
         for client, reason in result.report.skipped.items():
             self._drop(client, str(reason))
         return result.report, model
+
+    def _too_few(self, found: str, error: NothingToAggregateError | None = None) -> TooFewResultsError:
+        """Return the error of a round with too few results, which lists the clients of the job if they are known."""
+        offload = job_context.offload_of(self.fl_ctx)
+        outcomes = "" if offload is None else offload.outcomes()
+        if error is not None and not (outcomes and error.skipped):
+            found = f"{found}: {error}"
+        return TooFewResultsError(
+            f"round {self._round_number()} has {found}" + (f"; clients: {outcomes}" if outcomes else "")
+        )
 
     def _drop(self, client: str, reason: str) -> None:
         """Skip a result that was accepted."""

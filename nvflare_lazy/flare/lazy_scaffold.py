@@ -20,7 +20,7 @@ from nvflare.app_common.workflows.scaffold import Scaffold
 from nvflare_lazy._text import logs_printably
 from nvflare_lazy.aggregation import Aggregation, AggregationReport
 from nvflare_lazy.aggregation import ParamsType as ParamsKind
-from nvflare_lazy.errors import NothingToAggregateError, ResultMismatchError, TooFewResultsError
+from nvflare_lazy.errors import NothingToAggregateError, ResultMismatchError
 from nvflare_lazy.flare.accepted_result import Expectation
 from nvflare_lazy.flare.apply_update import ModelUpdate
 from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
@@ -154,7 +154,9 @@ class _ScaffoldAggregator(LazyAggregator):
                 should_cancel=self._cancelled,
             )
         except NothingToAggregateError as error:
-            raise TooFewResultsError(f"round {self._round_number()} has no usable control variates: {error}") from error
+            for client, reason in error.skipped.items():
+                self._drop(client, f"its control variates: {reason}")
+            raise self._too_few("no usable control variates", error) from error
         for client, reason in mean.report.skipped.items():
             self._drop(client, f"its control variates: {reason}")
         self._counted = set(mean.report.contributors)

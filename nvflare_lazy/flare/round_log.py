@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from nvflare_lazy._system import anonymous_bytes
@@ -21,7 +21,8 @@ from nvflare_lazy.records.schema import MAX_ENTRIES
 class RoundLog:
     """Collects the events of a round, and logs them line by line and as records in a file, if there is one.
 
-    `on_round_end` gets the record of each round, to send its metrics.
+    `on_round_end` gets the record of each round, to send its metrics. `explain` returns the end of a reason if a client
+    failed: its last error, or which of its logs to read.
     """
 
     def __init__(
@@ -29,8 +30,10 @@ class RoundLog:
         path: Path | None,
         log: Callable[[str], None],
         on_round_end: Callable[[RoundRecord], None] | None = None,
+        explain: Callable[[str], str] = lambda client: "",
     ) -> None:
         self.writer = None if path is None else RecordWriter(path, log)
+        self._explain = explain
         self._log = log
         self._on_round_end = on_round_end
         self._lock = threading.RLock()
@@ -42,6 +45,12 @@ class RoundLog:
         self._unjudged: dict[str, ContributionRecord] = {}
         self._judged: dict[str, ContributionRecord] = {}
         self._reasons: dict[str, str] = {}
+        # Clients whose reason ends with what `explain` returns when it is reported.
+        self._failed: set[str] = set()
+        # The rounds of tasks without an answer: a client whose trainer hangs does not take the task of the next round.
+        self._unanswered: dict[str, int | None] = {}
+        self._lost: set[str] = set()
+        self._has_failed = False
         # A client can send further results, for tasks that do not exist. They change nothing about the accepted one.
         self._accepted: set[str] = set()
 
@@ -59,18 +68,33 @@ class RoundLog:
             self._unjudged.clear()
             self._judged.clear()
             self._reasons.clear()
+            self._failed.clear()
             self._accepted.clear()
+            self._has_failed = False
 
     def on_task_sent(self, client: str) -> None:
         """Record that a client received the task of the round."""
         with self._lock:
             self._sent[client] = time.monotonic()
+            self._unanswered[client] = self._record.round if self._record else None
+            self._lost.discard(client)
             if self._record is not None and client not in self._record.tasked:
                 self._record.tasked.append(client)
+
+    def on_answer(self, client: str) -> None:
+        """Record that a client has answered its task, in any way."""
+        with self._lock:
+            self._unanswered.pop(client, None)
+
+    def on_lost(self, client: str) -> None:
+        """Record that NVFlare has given up a client."""
+        with self._lock:
+            self._lost.add(client)
 
     def on_result(self, client: str, nbytes: int, tensors: int, *, on_disk: bool) -> None:
         """Record that the result of a client was received."""
         with self._lock:
+            self._unanswered.pop(client, None)
             sent = self._sent.get(client)
             self._unjudged[client] = ContributionRecord(
                 client=client,
@@ -81,10 +105,18 @@ class RoundLog:
                 seconds=None if sent is None else round(time.monotonic() - sent, 3),
             )
 
-    def on_skip(self, client: str, reason: str) -> bool:
-        """Record why the result of a client is not used, and return whether it is the first reason, which counts."""
+    def on_skip(self, client: str, reason: str, *, failed: bool = False) -> bool:
+        """Record why the result of a client is not used, and return whether it is the first reason, which counts.
+
+        Args:
+            client: The client.
+            reason: The reason.
+            failed: Whether the client failed, so that its log has more.
+        """
         with self._lock:
             is_first = client not in self._reasons
+            if is_first and failed:
+                self._failed.add(client)
             self._reasons.setdefault(client, reason)
             return is_first
 
@@ -101,7 +133,8 @@ class RoundLog:
             self._judged[client] = record
             record.accepted = accepted
             if not accepted:
-                record.reason = self._reasons.setdefault(client, "rejected by the controller or aggregator")
+                self._reasons.setdefault(client, "rejected by the controller or aggregator")
+                record.reason = self._reason(client)
             self._report(record)
 
     def _report(self, record: ContributionRecord) -> None:
@@ -124,6 +157,11 @@ class RoundLog:
                 self._record.aggregation_seconds = round(seconds, 3)
                 self._record.aggregated = list(clients)
 
+    def on_failure(self) -> None:
+        """Record that the round ends without a new model."""
+        with self._lock:
+            self._has_failed = True
+
     def end_round(
         self,
         *,
@@ -137,7 +175,7 @@ class RoundLog:
             record, self._record = self._record, None
             if record is not None:
                 for result in self._unjudged.values():
-                    result.reason = self._reasons.get(result.client)
+                    result.reason = self._reason(result.client)
                     self._report(result)
             is_relay = bool(self._unjudged) and not self._judged and not self._accepted
             results = {**self._unjudged, **self._judged}
@@ -147,10 +185,8 @@ class RoundLog:
                 return None
             # Without a report of the aggregation, it used all accepted results.
             aggregated = self._accepted if record.aggregation_seconds is None else set(record.aggregated)
-            skipped = dict.fromkeys(self._accepted, "not aggregated") | self._reasons
-            for client in record.tasked:
-                if client not in results and client not in self._accepted:
-                    skipped.setdefault(client, "no result received")
+            aggregated = set() if self._has_failed else aggregated
+            skipped = dict.fromkeys(self._accepted, "not aggregated") | self._reasons_of(record, {*results})
             record.aggregated = sorted(aggregated)
             record.skipped = {client: reason for client, reason in sorted(skipped.items()) if client not in aggregated}
             record.received_bytes = sum(result.nbytes for result in results.values())
@@ -162,10 +198,40 @@ class RoundLog:
             record.counts = {name: len(getattr(record, name)) for name in ("tasked", "aggregated", "skipped")}
             record.clients = _worst(results)
             self.write(record)
-        self._log(_line(record, len(results) if is_relay else None))
+            failed = self._has_failed
+        self._log(_line(record, len(results) if is_relay else None, " failed after " if failed else " finished in "))
         if self._on_round_end is not None:
             self._on_round_end(record)
         return record
+
+    def outcomes(self, clients: Iterable[str] = ()) -> str:
+        """Return for each client of the round, and each of `clients`, whether its result counts, or why not."""
+        with self._lock:
+            if self._record is None:
+                return ""
+            reasons = self._reasons_of(self._record, {*self._unjudged, *self._judged})
+            accepted = sorted(self._accepted - reasons.keys())
+            known = {*accepted, *reasons}
+            waiting = sorted(client for client in clients if client not in known)
+        parts = [f"{client} ({reason})" for client, reason in sorted(reasons.items())]
+        for names, outcome in ((waiting, "had no task in this round"), (accepted, "accepted")):
+            parts += [f"{', '.join(names)} ({outcome})"] if names else []
+        return "; ".join(parts)
+
+    def _reason(self, client: str) -> str | None:
+        reason = self._reasons.get(client)
+        return reason if reason is None or client not in self._failed else reason + self._explain(client)
+
+    def _reasons_of(self, record: RoundRecord, answered: set[str]) -> dict[str, str]:
+        """Return why results of clients are not used: those of the round, and those that still had another task."""
+        reasons = {client: self._reason(client) or "" for client in self._reasons}
+        for client, number in self._unanswered.items():
+            if client in answered or client in self._accepted or client in reasons:
+                continue
+            lost = "lost: no contact" if client in self._lost else "no result received"
+            since = "" if client in record.tasked or number is None else f" since round {number}"
+            reasons[client] = f"{lost}{since}{self._explain(client)}"
+        return reasons
 
     def write(self, record: Record) -> None:
         """Append a record to the file, if there is one."""
@@ -190,7 +256,7 @@ def _ways(transport: dict[str, int]) -> tuple[str, ...]:
     return tuple(transport)
 
 
-def _line(record: RoundRecord, relayed: int | None) -> str:
+def _line(record: RoundRecord, relayed: int | None, ended: str) -> str:
     aggregation = "" if record.aggregation_seconds is None else f" (aggregation {record.aggregation_seconds:.1f} s)"
     skipped = "; ".join(f"{client} ({reason})" for client, reason in record.skipped.items()) or "none"
     received = " ".join((format_size(record.received_bytes), *_ways(record.transport)))
@@ -200,7 +266,7 @@ def _line(record: RoundRecord, relayed: int | None) -> str:
     else:
         done = f"received {relayed} results, {received}"
     return (
-        f"{'A round' if record.round is None else f'Round {record.round}'} finished in {record.seconds:.1f} s"
+        f"{'A round' if record.round is None else f'Round {record.round}'}{ended}{record.seconds:.1f} s"
         f"{aggregation}: {done}; "
         f"memory {format_size(record.memory_bytes)}, scratch {format_size(record.scratch_bytes)} "
         f"(peak {format_size(record.scratch_peak_bytes)}); skipped: {skipped}"

@@ -18,7 +18,7 @@ from nvflare.apis.analytix import AnalyticsDataType
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
-from nvflare.apis.fl_constant import FLContextKey, ProcessType, ReturnCode
+from nvflare.apis.fl_constant import FLContextKey, ProcessType, ReservedKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from nvflare.apis.utils.analytix_utils import create_analytic_dxo, send_analytic_dxo
@@ -43,6 +43,7 @@ from nvflare_lazy.flare.accepted_result import (
     spec_of,
     spec_or_none,
 )
+from nvflare_lazy.flare.client_errors import ERROR_EVENT, LINE, ClientErrors, ErrorRecorder
 from nvflare_lazy.flare.job_context import RunningAggregation
 from nvflare_lazy.flare.job_demand import JobDemand
 from nvflare_lazy.flare.results_in_memory import cause, is_encrypted, uses_tensor_streaming
@@ -134,6 +135,10 @@ class TensorOffload(FLComponent):
         self._mode_before: offload.ReceiveMode | None = None
         self._restore_root: Callable[[], object] | None = None
         self.round_log: RoundLog | None = None
+        # The errors of this client, and those of the clients whose results this process aggregates.
+        self._recorder: ErrorRecorder | None = None
+        self._errors: ClientErrors | None = None
+        self._has_listed_outcomes = False
         self._round: int | None = None
         # Clients whose last result is empty because it was rejected; NVFlare's aggregators accept an empty result.
         self._emptied: set[str] = set()
@@ -152,6 +157,8 @@ class TensorOffload(FLComponent):
         if event_type == EventType.ABOUT_TO_START_RUN:
             # On clients only, and before any executor starts a trainer at START_RUN.
             self._open_scratch(fl_ctx)
+            self._recorder = ErrorRecorder(self._send_error)
+            self._recorder.start()
         elif event_type == EventType.START_RUN:
             self._start(fl_ctx)
         elif event_type == EventType.END_RUN:
@@ -170,14 +177,32 @@ class TensorOffload(FLComponent):
             self._start_round(fl_ctx.get_prop(AppConstants.CURRENT_ROUND))
         elif event_type == AppEventType.AFTER_CONTRIBUTION_ACCEPT:
             self._on_verdict(fl_ctx)
-        elif event_type in (AppEventType.AFTER_LEARNABLE_PERSIST, EventType.END_WORKFLOW):
+        elif event_type == EventType.END_WORKFLOW:
+            signal = fl_ctx.get_run_abort_signal()
+            if self.round_log is not None and signal is not None and signal.triggered:
+                self.round_log.on_failure()
             self._end_round()
+        elif event_type == AppEventType.AFTER_LEARNABLE_PERSIST:
+            self._end_round()
+        elif event_type == EventType.CLIENT_DISCONNECTED:
+            if self.round_log is not None:
+                self.round_log.on_lost(str(fl_ctx.get_prop(FLContextKey.DISCONNECTED_CLIENT_NAME)))
+        elif event_type == EventType.FATAL_SYSTEM_ERROR:
+            self._on_fatal_error(fl_ctx)
+        elif event_type == ERROR_EVENT:
+            self._on_client_error(fl_ctx)
 
     def _on_client(self, event_type: str, fl_ctx: FLContext) -> None:
         """Handle the events of a client, which aggregates results of other clients in swarm learning only.
 
         Events of tasks are about its own results, and about messages whose tensors have not been received.
         """
+        if self._recorder is not None and event_type == EventType.BEFORE_TASK_EXECUTION:
+            self._recorder.forget()
+        elif self._recorder is not None and event_type == EventType.BEFORE_SEND_TASK_RESULT:
+            result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
+            if not isinstance(result, Shareable) or result.get_return_code() != ReturnCode.OK:
+                fl_ctx.set_prop(LINE, self._recorder.line, private=False, sticky=False)
         if event_type == AppEventType.ROUND_STARTED:
             self._start_gathering(fl_ctx)
         elif event_type == AppEventType.BEFORE_CONTRIBUTION_ACCEPT:
@@ -219,7 +244,8 @@ class TensorOffload(FLComponent):
         if uses_tensor_streaming(fl_ctx):
             # Its component puts the tensors into the result at the same event as this one, before or after.
             self._complete_at = EventType.AFTER_TASK_RESULT_FILTER
-        self.round_log = RoundLog(_records_path(fl_ctx), self._log_line, self._send_metrics)
+        self._errors = ClientErrors(str(fl_ctx.get_job_id()))
+        self.round_log = RoundLog(_records_path(fl_ctx), self._log_line, self._send_metrics, self._errors.explain)
         self.log_info(
             fl_ctx,
             f"Receiving tensors to {self._scratch.path} ({format_size(self._scratch.free())} free, at most "
@@ -246,6 +272,8 @@ class TensorOffload(FLComponent):
 
     def _end(self) -> None:
         self._end_round()
+        if self._recorder is not None:
+            self._recorder.stop()
         scratch, self._scratch = self._scratch, None
         if scratch is None:
             return
@@ -268,6 +296,8 @@ class TensorOffload(FLComponent):
         if number is not None and number != self._round:
             # Some controllers, such as NVFlare's SCAFFOLD, do not announce rounds.
             self._start_round(number, announced=False)
+        if self._errors is not None:
+            self._errors.on_task_sent(client)
         self.round_log.on_task_sent(client)
 
     def _limit_results(self, task: Shareable | None, number: object, fl_ctx: FLContext) -> None:
@@ -301,8 +331,13 @@ class TensorOffload(FLComponent):
         if isinstance(result, Shareable) and code not in (None, *_RETURN_CODES):
             # NVFlare writes it to the log as it is.
             result.set_return_code(ReturnCode.EXECUTION_EXCEPTION)
-        if self.round_log is not None and client and code not in (None, ReturnCode.OK):
-            self.round_log.on_skip(client, f"its task ended with {described(code)}")
+        if self.round_log is not None and client:
+            self.round_log.on_answer(client)
+            if code not in (None, ReturnCode.OK):
+                peer = fl_ctx.get_peer_context()
+                if self._errors is not None and peer is not None:
+                    self._errors.add(client, peer.get_prop(LINE))
+                self.round_log.on_skip(client, f"its task ended with {described(code)}", failed=True)
         try:
             dxo = _decoded(result)
         except Exception:
@@ -412,11 +447,38 @@ class TensorOffload(FLComponent):
         self._emptied.discard(client)
         self.round_log.on_verdict(client, accepted=accepted)
 
+    # ---- failures --------------------------------------------------------------------------------------------------
+
+    def _send_error(self, line: str) -> None:
+        """Send the line of an error to the server, on a client: its trainer may hang instead of returning a result."""
+        if self._engine is not None:
+            with self._engine.new_context() as fl_ctx:
+                self.fire_fed_event(ERROR_EVENT, Shareable({LINE: line}), fl_ctx)
+
+    def _on_client_error(self, fl_ctx: FLContext) -> None:
+        message = fl_ctx.get_prop(FLContextKey.EVENT_DATA)
+        if self._errors is not None and isinstance(message, Shareable):
+            self._errors.add(str(message.get_peer_prop(ReservedKey.IDENTITY_NAME, "")), message.get(LINE))
+
+    def _on_fatal_error(self, fl_ctx: FLContext) -> None:
+        """Log what each client contributed to the round that the error ends."""
+        if self.round_log is not None:
+            self.round_log.on_failure()
+        outcomes = "" if self._has_listed_outcomes else self.outcomes()
+        if outcomes:
+            self.log_error(fl_ctx, f"{_in_round(self._round)} ended without a new model: {outcomes}", fire_event=False)
+
+    def outcomes(self) -> str:
+        """Return for each client of the job whether its result in this round counts, or why not."""
+        self._has_listed_outcomes = True
+        clients = [] if self._engine is None else self._engine.get_clients()
+        return "" if self.round_log is None else self.round_log.outcomes(client.name for client in clients)
+
     # ---- one round -----------------------------------------------------------------------------------------------
 
     def _start_round(self, number: int | None, *, announced: bool = True) -> None:
         self._end_round()
-        self._round = number
+        self._round, self._has_listed_outcomes = number, False
         if self._kinds:
             self._previous_kind = majority_kind(self._kinds.values(), self._previous_kind)
         self._kinds.clear()
@@ -447,6 +509,10 @@ class TensorOffload(FLComponent):
                     tag=_TAG + name, value=value, data_type=AnalyticsDataType.SCALAR, global_step=record.round
                 )
                 send_analytic_dxo(self, dxo, fl_ctx)
+
+
+def _in_round(number: int | None) -> str:
+    return "A round" if number is None else f"Round {number}"
 
 
 def _weights_in(value: object) -> Iterator[tuple[object, Any]]:

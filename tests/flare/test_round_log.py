@@ -102,3 +102,36 @@ def test_a_job_goes_on_when_records_cannot_be_written(tmp_path):
         log.end_round()
     assert [line for line in said if "records of this job will be incomplete" in line] == said[:1]
     assert len(said) == 3
+
+
+def test_a_client_that_does_not_answer(tmp_path):
+    """It is listed in the rounds after it as well, until it answers or takes another task."""
+    said = []
+    log = RoundLog(None, said.append, explain=lambda client: f"; see the log of {client}")
+    log.start_round(0)
+    for client in ("a", "b", "c"):
+        log.on_task_sent(client)
+    for client in ("a", "b"):
+        log.on_result(client, 1, 1, on_disk=True)
+        log.on_verdict(client, accepted=True)
+    assert log.outcomes(["a", "b", "c", "d"]) == (
+        "c (no result received; see the log of c); d (had no task in this round); a, b (accepted)"
+    )
+    assert log.end_round().skipped == {"c": "no result received; see the log of c"}
+    log.start_round(1)
+    log.on_task_sent("a")
+    log.on_answer("a")
+    log.on_skip("a", "its task ended with 'ERROR'", failed=True)
+    log.on_verdict("a", accepted=False)
+    log.on_lost("c")
+    log.on_failure()
+    assert log.end_round().skipped == {
+        "a": "its task ended with 'ERROR'; see the log of a",
+        "c": "lost: no contact since round 0; see the log of c",
+    }
+    assert said[-1].startswith("Round 1 failed after 0.0 s: aggregated 0 of 1 results")
+    log.start_round(2)
+    log.on_task_sent("c")
+    log.on_answer("c")
+    assert log.end_round().skipped == {}
+    assert log.outcomes() == ""

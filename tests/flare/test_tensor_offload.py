@@ -343,7 +343,10 @@ def test_a_failed_task_with_a_forged_return_code(fl_ctx, tmp_path, caplog):
     receive_from(fl_ctx, "site-1", result)
     component.handle_event(EventType.BEFORE_TASK_RESULT_FILTER, fl_ctx)
     component.handle_event(EventType.END_RUN, fl_ctx)
-    assert r"skipped: site-1 (its task ended with 'OK\nFORGED\x1b[2J')" in caplog.messages[-1]
+    assert (
+        r"skipped: site-1 (its task ended with 'OK\nFORGED\x1b[2J'; see None/log.txt in its workspace)"
+        in caplog.messages[-1]
+    )
     assert result.get_return_code() == ReturnCode.EXECUTION_EXCEPTION
 
 
@@ -381,9 +384,14 @@ def test_an_aborted_task_has_no_size(fl_ctx, tmp_path, caplog):
     component.handle_event(EventType.START_RUN, fl_ctx)
     component.handle_event(AppEventType.ROUND_STARTED, fl_ctx)
     judge(component, fl_ctx, make_reply(ReturnCode.TASK_ABORTED), accepted=False)
-    assert caplog.messages[-1] == ("Round 0: the result of site-1 is not used: its task ended with 'TASK_ABORTED'")
+    assert caplog.messages[-1] == (
+        "Round 0: the result of site-1 is not used: its task ended with 'TASK_ABORTED'; see None/log.txt in its "
+        "workspace"
+    )
     component.handle_event(EventType.END_WORKFLOW, fl_ctx)
-    assert caplog.messages[-1].endswith("skipped: site-1 (its task ended with 'TASK_ABORTED')")
+    assert caplog.messages[-1].endswith(
+        "skipped: site-1 (its task ended with 'TASK_ABORTED'; see None/log.txt in its workspace)"
+    )
     judge(component, fl_ctx, DXO(DataKind.WEIGHTS, data={"w": torch.zeros(256)}).to_shareable(), accepted=True)
     assert caplog.messages[-1].startswith("Received the result of site-1: 1.0 KiB in 1 tensors, in memory; memory ")
 
@@ -494,7 +502,7 @@ def test_a_client_that_aggregates_in_swarm_learning(fl_ctx, tmp_path, caplog):
     assert "not used: the result of site-2 cannot be used: 'w' has shape [5]" in lines[1]
     assert "Round 1 finished in" in lines[2]
     assert "aggregated 1 of 3 results" in lines[2]
-    assert "site-3 (no result received)" in lines[2]
+    assert "site-3 (no result received; see None/log.txt in its workspace)" in lines[2]
     assert len(lines) == 3
 
 

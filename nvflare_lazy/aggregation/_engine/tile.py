@@ -145,10 +145,7 @@ class Tile:
     def _where_not_finite(self, contributor: str, values: torch.Tensor) -> NonFiniteError:
         found = int((~torch.isfinite(values.double())).nonzero()[0])
         index = bisect_right(self.group.ends, self.start + found)
-        return NonFiniteError(
-            f"{self.group.names[index]!r} of {contributor!r} contains {values[found].item()}; set "
-            "on_non_finite='skip' to skip the contribution, or 'keep' to compute with such values"
-        )
+        return NonFiniteError(f"{self.group.names[index]!r} of {contributor!r} contains {values[found].item()}")
 
 
 def _all_finite(values: torch.Tensor) -> bool:
