@@ -37,6 +37,7 @@ COMMANDS = (
     "verify",
     "aggregate",
     "plan",
+    "report",
     "doctor",
     "clean",
 )

@@ -15,7 +15,19 @@ DOCUMENT = ROOT / "docs" / "architecture.md"
 PACKAGE = ROOT / "nvflare_lazy"
 BEGIN, END = "<!-- modules: made by python -m tests.documents.architecture -->\n", "<!-- end of modules -->"
 # In the order in which data passes them.
-_ORDER = ("", "tensors", "formats", "scratch", "transport", "aggregation", "flare", "records", "recipes", "cli")
+_ORDER = (
+    "",
+    "tensors",
+    "formats",
+    "scratch",
+    "transport",
+    "aggregation",
+    "flare",
+    "records",
+    "report",
+    "recipes",
+    "cli",
+)
 
 
 def summary(path: Path) -> str:
