@@ -7,9 +7,11 @@ so that programs that only manage scratch start quickly.
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import stat
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -30,6 +32,10 @@ logger = get_logger(__name__)
 
 # Linux moves at most this much in one read; larger requests come back short.
 _MAX_READ_BYTES = 0x7FFFF000
+# Below this, reading takes less time than making and removing a mapping.
+_MIN_MAPPED_BYTES = 1 << 20
+# Of Linux 5.14 and later; the module `mmap` does not name it. An older kernel refuses it, and the bytes are read.
+_MADV_POPULATE_READ = 22
 
 
 class StoredTensor(NamedTuple):
@@ -144,6 +150,26 @@ class TensorFile:
         """Close the file now and drop its owners; reading any source of it then raises."""
         self._descriptor = None
         self._owners.clear()
+
+    def map(self, offset: int, nbytes: int) -> memoryview | None:
+        """Return a part of the file as memory, for a use that ends before the file is closed; None if it must be read.
+
+        Only large parts of files that this package has finished are mapped: if another program cut a file short, an
+        access to its mapping would end this process. The kernel finds all pages now, and if it cannot, such as after an
+        error of the disk, the caller reads the bytes and gets the error. Writes to the memory do not reach the file.
+        """
+        if not self.shareable or nbytes < _MIN_MAPPED_BYTES or sys.platform != "linux":
+            return None
+        before = offset % mmap.ALLOCATIONGRANULARITY
+        descriptor = self._lent()
+        try:
+            mapping = mmap.mmap(descriptor.number, before + nbytes, mmap.MAP_PRIVATE, offset=offset - before)
+            mapping.madvise(_MADV_POPULATE_READ)
+        except (OSError, ValueError):  # a ValueError if the file is too short
+            return None
+        finally:
+            del descriptor  # the traceback of an error must not keep the file open
+        return memoryview(mapping)[before:]
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` with the bytes of the file that start at `offset`."""

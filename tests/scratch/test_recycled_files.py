@@ -53,6 +53,18 @@ def test_the_next_download_has_the_same_file(job):
     assert recycled(job) == []
 
 
+def test_a_mapped_file_is_not_used_again(job):
+    """Even if no descriptor of it is open any more: an operator that reads the mapping must not see new bytes."""
+    download = job.download()
+    file = opened(download)
+    memory = file.map(0, len(OLD))
+    file.close()
+    del file
+    download.release()
+    received(job.download(), NEW)
+    assert bytes(memory) == OLD
+
+
 def test_files_that_grow(job):
     """A recycled file that is too small is made longer; one without a size beforehand is cut at the end."""
     download = job.download()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,14 @@ import pytest
 import torch
 
 import nvflare_lazy
+from nvflare_lazy.errors import TruncatedSourceError
 from nvflare_lazy.formats import open_safetensors, save
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.entry import files_holding
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-from nvflare_lazy.tensors.tensor_file import TensorFile
+from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
+from tests.measure import rchar
 
 TENSORS = {"a": torch.ones(2, 3), "b": torch.arange(6, dtype=torch.float32), "empty": torch.ones(0, 4)}
 
@@ -88,3 +91,51 @@ def test_still_at(tmp_path):
     assert not file.is_still_at(path)
     file.close()
     assert not file.is_still_at(tmp_path / "link")
+
+
+LARGE = torch.arange(1 << 19, dtype=torch.float32)
+
+
+def finished_file(path, *, shareable=True):
+    """A file that this package has finished, with tensors at an odd position."""
+    path.write_bytes(bytes(12) + LARGE.numpy().tobytes())
+    return TensorFile(path, shareable=shareable)
+
+
+def lazy_part(file, dtype=torch.float32):
+    return LazyTensor(FileSource(file, 12, LARGE.nbytes), dtype, (-1 + LARGE.nbytes // dtype.itemsize,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64], ids=str)
+def test_operators_use_a_mapping(tmp_path, dtype):
+    """An operator that only reads a large tensor computes on the page cache, and gives what it gives in memory."""
+    lazy = lazy_part(finished_file(tmp_path / "f"), dtype)
+    in_memory = lazy.materialize()
+    before = rchar()
+    result = lazy.mul(3)
+    copied = rchar() - before > lazy.nbytes
+    # Elements of 8 bytes do not start at byte 12.
+    assert copied == (dtype == torch.float64)
+    del lazy
+    assert torch.equal(result.view(torch.uint8), in_memory.mul(3).view(torch.uint8))
+
+
+def test_files_of_others_are_not_mapped(tmp_path):
+    """Another program may cut them short, and an access to the mapping would end the process."""
+    assert finished_file(tmp_path / "f", shareable=False).map(0, 1 << 20) is None
+
+
+def test_a_mapped_file_that_became_shorter(tmp_path):
+    """The kernel cannot find all pages: the tensor is read instead, which names the error."""
+    lazy = lazy_part(finished_file(tmp_path / "f"))
+    os.truncate(tmp_path / "f", 1 << 20)
+    with pytest.raises(TruncatedSourceError, match=f"ends at byte {1 << 20}"):
+        lazy.mul(3)
+
+
+def test_a_mapping_does_not_write_to_its_file(tmp_path):
+    """Memory that code writes to in spite of everything does not change the file, which other processes may read."""
+    file = finished_file(tmp_path / "f")
+    memory = file.map(12, 1 << 20)
+    memory[:] = bytes(1 << 20)
+    assert lazy_part(file).materialize()[5] == 5
