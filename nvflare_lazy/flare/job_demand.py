@@ -32,10 +32,12 @@ class JobDemand:
     Attributes:
         memory: Bytes of memory.
         storage: Bytes of disk space below each directory.
+        results: Results that the process receives in a round.
     """
 
     memory: int
     storage: dict[Path, int]
+    results: int
 
     @classmethod
     def of(cls, fl_ctx: FLContext, model_bytes: int, memory_budget: int, scratch: Path) -> JobDemand:
@@ -47,14 +49,15 @@ class JobDemand:
         if job_context.running_aggregation(fl_ctx).by_nvflare:
             memory += _MODELS_OF_STOCK_MEAN * model_bytes
         storage: dict[Path, int] = defaultdict(int)
-        storage[scratch] += _number_of_results(fl_ctx) * model_bytes
+        results = _number_of_results(fl_ctx)
+        storage[scratch] += results * model_bytes
         persistor = job_context.persistor_of(fl_ctx)
         app = fl_ctx.get_prop(FLContextKey.APP_ROOT)
         if persistor is not None:
             storage[persistor.store.directory] += persistor.store.bytes_to_come(model_bytes)
         elif app is not None and fl_ctx.get_process_type() != ProcessType.CLIENT_JOB:
             storage[Path(app)] += _STOCK_CHECKPOINTS * model_bytes
-        return cls(memory, dict(storage))
+        return cls(memory, dict(storage), results)
 
     def shortages(self) -> list[str]:
         """Return a sentence for each limit that is lower than the demand."""

@@ -25,6 +25,8 @@ from nvflare.app_common.workflows.base_fedavg import make_fedavg_metrics_aggrega
 from nvflare_lazy._text import get_logger, logs_printably, quoted
 from nvflare_lazy.aggregation import Aggregation, AggregationReport
 from nvflare_lazy.aggregation import ParamsType as ParamsKind
+from nvflare_lazy.aggregation.rules import to_rule
+from nvflare_lazy.aggregation.schema import listed
 from nvflare_lazy.errors import NothingToAggregateError, ResultMismatchError, TooFewResultsError
 from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.accepted_result import (
@@ -117,6 +119,7 @@ class LazyAggregator(ModelAggregator):
         self._round = RoundResults(aggregation_weights or {})
         self._previous_kind: ParamsKind | None = None
         self._logged_once = False
+        self._checked_settings = False
         register()
 
     # ---- NVFlare's side ------------------------------------------------------------------------------------------
@@ -211,6 +214,7 @@ class LazyAggregator(ModelAggregator):
 
     def _combine(self) -> tuple[AggregationReport, FLModel]:
         results = self._round
+        self._warn_of_settings()
         kind = self._kind_of_round()
         self._warn_if_in_memory()
         base = job_context.global_weights(self.fl_ctx)
@@ -325,6 +329,27 @@ class LazyAggregator(ModelAggregator):
                 "Results are kept in memory: no TensorOffload is configured. "
                 "Add nvflare_lazy.flare.TensorOffload to the server's components."
             )
+
+    def _warn_of_settings(self) -> None:
+        """Log once each argument that has no effect in this job."""
+        if self._checked_settings or not self._round.results:
+            return
+        self._checked_settings = True
+        found = []
+        if self.aggregation_weights and not to_rule({"name": self.rule, **(self.rule_args or {})}).uses_weights:
+            found.append(f"aggregation_weights, because the rule {self.rule} ignores weights")
+        clients = self._clients()
+        unknown = sorted({*(self.aggregation_weights or {})} - clients)
+        if clients and unknown:
+            found.append(f"aggregation_weights of {listed(unknown)}, because the job has no such client")
+        if self._exclude and not any(result.excluded for result in self._round.results.values()):
+            found.append(f"exclude_vars={quoted(self.exclude_vars)}, because no tensor has a matching name")
+        for setting in found:
+            self.warning(f"Setting without effect: {setting}; remove or correct it")
+
+    def _clients(self) -> set[str]:
+        engine = self.fl_ctx.get_engine() if self.fl_ctx else None
+        return {client.name for client in getattr(engine, "get_clients", list)()}
 
     def _cancelled(self) -> bool:
         signal = self.fl_ctx.get_run_abort_signal() if self.fl_ctx else None

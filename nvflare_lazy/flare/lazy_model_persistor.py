@@ -200,7 +200,9 @@ class LazyModelPersistor(ModelPersistor):
         try:
             tensors = self._begin(fl_ctx)
             self._complete_checkpoints(tensors, fl_ctx)
-            weights = as_weights(self._included(tensors), numpy=self.allow_numpy_conversion)
+            included = self._included(tensors)
+            self._warn_of_settings(len(included) < len(tensors), fl_ctx)
+            weights = as_weights(included, numpy=self.allow_numpy_conversion)
         except (NVFlareLazyError, OSError) as error:
             self.log_error(fl_ctx, f"cannot load the initial model: {error}")
             self.system_panic(reason=f"cannot load the initial model: {error}", fl_ctx=fl_ctx)
@@ -301,6 +303,21 @@ class LazyModelPersistor(ModelPersistor):
             is_adapter=found.is_adapter,
             exclude=excluded,
         )
+
+    def _warn_of_settings(self, excludes: bool, fl_ctx: FLContext) -> None:
+        """Log the arguments that have no effect in this job."""
+        found = []
+        if self.exclude_vars and not excludes:
+            found.append(f"exclude_vars={quoted(self.exclude_vars)}, because no tensor has a matching name")
+        if self.store.is_hugging_face:
+            given = {"global_model_file_name": MODEL_NAME, "best_global_model_file_name": BEST_NAME}
+            found += [
+                f"{name}, because the job started from a Hugging Face directory, whose names its checkpoints have"
+                for name, default in given.items()
+                if getattr(self, name) != default
+            ]
+        for setting in found:
+            self.log_warning(fl_ctx, f"Setting without effect: {setting}; remove or correct it", fire_event=False)
 
     def _from_model(self, fl_ctx: FLContext) -> LazyTensorDict:
         model: Any = fl_ctx.get_engine().get_component(self.model) if isinstance(self.model, str) else self.model

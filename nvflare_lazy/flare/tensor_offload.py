@@ -60,6 +60,7 @@ from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.handoff.hop import Hop
 from nvflare_lazy.transport.limits import PayloadLimits, PayloadSize
 from nvflare_lazy.transport.malloc_tuning import MallocTrimmer, tune_malloc
+from nvflare_lazy.transport.receive import AS_ITEMS
 from nvflare_lazy.transport.registration import register
 
 DEFAULT_MEMORY_BUDGET = "128MiB"
@@ -150,6 +151,7 @@ class TensorOffload(FLComponent):
         # When a result has its tensors as the client sent them.
         self._complete_at = EventType.BEFORE_TASK_RESULT_FILTER
         self._warned_of_memory = False
+        self._warned_of_handoff = False
         tune_malloc()
         register()
 
@@ -252,9 +254,23 @@ class TensorOffload(FLComponent):
             f"{format_size(self._inflight_bytes)} in flight)",
             fire_event=False,
         )
-        if fl_ctx.get_process_type() == ProcessType.CLIENT_JOB:
+        self._warn_of_settings(fl_ctx)
+        if is_client:
             # The server waits until it knows the model.
             self._warn_of_shortages(0, fl_ctx)
+
+    def _warn_of_settings(self, fl_ctx: FLContext) -> None:
+        """Log the arguments that have no effect in this process."""
+        assert self._scratch is not None
+        total = self._scratch.root_info.total
+        if self.scratch_quota is not None and parse_size(self.scratch_quota) > total:
+            self._warn_of_setting(f"scratch_quota, because the disk has {format_size(total)}")
+        is_client = fl_ctx.get_process_type() == ProcessType.CLIENT_JOB
+        if is_client and self.params_type is not None and job_context.controller_of(fl_ctx) is None:
+            self._warn_of_setting("params_type, because this client does not aggregate")
+
+    def _warn_of_setting(self, setting: str) -> None:
+        self.logger.warning("Setting without effect: %s; remove or correct it", setting)
 
     def _open_scratch(self, fl_ctx: FLContext) -> None:
         if self._scratch is not None:
@@ -314,16 +330,18 @@ class TensorOffload(FLComponent):
             offload.runtime.limit_payloads(PayloadLimits.for_model(size, self._max_result_bytes))
 
     def _warn_of_shortages(self, model_bytes: int, fl_ctx: FLContext) -> None:
-        """Warn if the limits of the container are lower than the job needs."""
+        """Warn if this machine, or the limits of the container, are too small for the job."""
         if self._scratch is None:
             return
         try:
             demand = JobDemand.of(fl_ctx, model_bytes, parse_size(self.memory_budget), self._scratch.path)
             shortages = demand.shortages()
         except (ScratchError, OSError) as error:
-            shortages = [f"cannot read them: {error}"]
+            self.log_warning(fl_ctx, f"Cannot read the limits of this machine: {error}", fire_event=False)
+            return
+        what = f"{demand.results} results of {format_size(model_bytes)}" if model_bytes else "this job"
         for shortage in shortages:
-            self.log_warning(fl_ctx, f"The limits of this container may be too low: {shortage}", fire_event=False)
+            self.log_warning(fl_ctx, f"This machine may be too small for {what}: {shortage}", fire_event=False)
 
     def _on_result(self, result: object, fl_ctx: FLContext) -> None:
         client = job_context.sender_of(fl_ctx)
@@ -492,6 +510,9 @@ class TensorOffload(FLComponent):
         scratch = self._scratch
         used, peak = (scratch.used, scratch.peak) if scratch is not None else (0, 0)
         transport = offload.runtime.take_received()
+        if not self.handoff and not self._warned_of_handoff and transport.keys() == {AS_ITEMS}:
+            self._warned_of_handoff = True
+            self._warn_of_setting("handoff, because no process that sent tensors in this round uses nvflare-lazy")
         record = self.round_log.end_round(scratch_bytes=used, scratch_peak_bytes=peak, transport=transport)
         if record is not None and self._memory is not None:
             self._memory.trim_idle()

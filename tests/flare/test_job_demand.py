@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warning at the start of a job whose container is too small for its model."""
+"""The warning at the start of a job whose machine or container is too small for its model."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,7 +72,7 @@ def test_level_2(start, fl_ctx, tmp_path, demand, caplog):
     assert (scratch, storage[scratch]) == (offload._scratch.path, 12 * MIB)
     assert checkpoints == tmp_path / "checkpoints"
     assert 15.9 * MIB < storage[checkpoints] <= 16 * MIB
-    assert caplog.text.count("The limits of this container may be too low: the memory limit is too low") == 1
+    assert caplog.text.count("This machine may be too small for 3 results of 4.0 MiB: the memory limit is too low") == 1
     offload.handle_event(EventType.END_RUN, fl_ctx)
 
 
@@ -92,4 +94,25 @@ def test_a_client(fl_ctx, engine, monkeypatch, tmp_path, caplog):
     offload = TensorOffload(scratch_dir=str(tmp_path / "root"), min_free=0)
     offload.handle_event(EventType.START_RUN, fl_ctx)
     assert "50.0 MiB are in use, page cache not included, and 128.0 MiB more are needed" in caplog.text
+    offload.handle_event(EventType.END_RUN, fl_ctx)
+
+
+def test_a_disk_below_the_results_of_all_clients(fl_ctx, engine, tmp_path, monkeypatch, caplog):
+    """The warning has the number and the size of the results, the directories, and what is free and missing."""
+    engine.get_clients = lambda: ["site-1", "site-2", "site-3"]
+    actual = os.statvfs
+
+    def small(path):
+        status = actual(path)
+        return SimpleNamespace(f_bavail=10 * MIB // status.f_frsize, f_frsize=status.f_frsize, f_blocks=status.f_blocks)
+
+    offload = run_server(fl_ctx, tmp_path, FedAvg(num_clients=2, aggregator=LazyAggregator()))
+    monkeypatch.setattr(os, "statvfs", small)
+    send_task(offload, fl_ctx)
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    app = fl_ctx.get_prop(FLContextKey.APP_ROOT)
+    assert (
+        f"This machine may be too small for 3 results of 4.0 MiB: the disk of {offload._scratch.path} and {app} has "
+        "10.0 MiB free, and the job needs 20.0 MiB, 10.0 MiB too much; free space, or use another disk"
+    ) in warning
     offload.handle_event(EventType.END_RUN, fl_ctx)

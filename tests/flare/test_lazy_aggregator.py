@@ -12,6 +12,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from nvflare.apis.client import Client
 from nvflare.apis.dxo import from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_context import FLContext
@@ -102,6 +103,34 @@ def test_excluded_variables_and_weights_of_sites(aggregator, result):
     found = mine.aggregate_model()
     assert found.params.keys() == expected.keys() == {"a"}
     assert found.params["a"].tolist() == expected["a"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warnings"),
+    [
+        ({"aggregation_weights": {"site-1": 2.0}, "exclude_vars": "^b"}, []),
+        (
+            {"aggregation_weights": {"site-1": 2.0}, "rule": "median"},
+            ["aggregation_weights, because the rule median ignores weights"],
+        ),
+        (
+            {"aggregation_weights": {"site-1": 2.0, "site-9": 3.0}},
+            ["aggregation_weights of 'site-9', because the job has no such client"],
+        ),
+        ({"exclude_vars": "^x"}, ["exclude_vars='^x', because no tensor has a matching name"]),
+    ],
+)
+def test_settings_without_effect(aggregator, result, fl_ctx, caplog, arguments, warnings):
+    """Each is logged once, in the first round."""
+    fl_ctx.get_engine().get_clients = lambda: [Client("site-1", "token")]
+    mine = aggregator(**arguments)
+    for _ in range(2):
+        mine.accept_model(result("site-1", 2, a=[1.0, 0.5], b=[1.0]))
+        mine.aggregate_model()
+    found = [record.getMessage() for record in caplog.records if "Setting without effect" in record.getMessage()]
+    assert len(found) == len(warnings)
+    for line, warning in zip(found, warnings, strict=True):
+        assert f"Setting without effect: {warning}; remove or correct it" in line
 
 
 @pytest.mark.parametrize("exclude", [None, "^b"])

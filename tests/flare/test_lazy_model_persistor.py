@@ -479,3 +479,17 @@ def test_file_systems_without_hard_links(tmp_path, monkeypatch):
         paths = (store.model_path, store.latest().path / "model.safetensors")
         assert [nvflare_lazy.open(path)["w"].tolist() for path in paths] == [[number] * 3] * 2
         assert len({path.stat().st_ino for path in paths}) == 2
+
+
+def test_settings_without_effect(start, tmp_path, caplog):
+    """A pattern that matches nothing, and names of files that a Hugging Face directory does not have."""
+    source = tmp_path / "initial"
+    source.mkdir()
+    nvflare_lazy.save({"a": torch.zeros(2), "b": torch.zeros(2)}, source / "model.safetensors")
+    (source / "config.json").write_text("{}")
+    start(source_ckpt_file_full_name=str(source), checkpoint_dir=str(tmp_path / "1"), exclude_vars="b")
+    assert "Setting without effect" not in caplog.text
+    arguments = {"source_ckpt_file_full_name": str(source), "checkpoint_dir": str(tmp_path / "2")}
+    start(**arguments, exclude_vars="c", global_model_file_name="m.safetensors")
+    for setting in ("exclude_vars='c', because no tensor", "global_model_file_name, because the job started from"):
+        assert caplog.text.count(f"Setting without effect: {setting}") == 1

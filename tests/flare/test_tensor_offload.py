@@ -31,6 +31,7 @@ from nvflare_lazy.flare import LazySwarmClientController, TensorOffload, job_con
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.handoff.hop import Hop
 from nvflare_lazy.transport.malloc_tuning import MallocTrimmer
+from nvflare_lazy.transport.receive import AS_ITEMS
 from nvflare_lazy.transport.registration import Registration, registered
 from tests.flare.conftest import give, receive_from
 
@@ -86,6 +87,37 @@ def test_trainers_that_a_client_starts_have_its_scratch_root(fl_ctx, tmp_path, m
     assert [path.name for path in (tmp_path / "root").iterdir() if path.is_dir()] == [offload.runtime.scratch.path.name]
     component.handle_event(EventType.END_RUN, fl_ctx)
     assert os.environ.get("NVFLARE_LAZY_SCRATCH") == before
+
+
+@pytest.mark.parametrize(
+    ("process", "arguments", "warnings"),
+    [
+        (ProcessType.SERVER_JOB, {"params_type": "FULL", "scratch_quota": "1GiB", "handoff": False}, []),
+        (ProcessType.CLIENT_JOB, {"params_type": "FULL"}, ["params_type, because this client does not aggregate"]),
+        (ProcessType.SERVER_JOB, {"scratch_quota": "8000PiB"}, ["scratch_quota, because the disk has "]),
+    ],
+)
+def test_settings_without_effect(fl_ctx, tmp_path, caplog, process, arguments, warnings):
+    """They are logged when the run starts."""
+    fl_ctx.set_prop(FLContextKey.PROCESS_TYPE, process)
+    component = TensorOffload(str(tmp_path / "root"), **arguments)
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    component.handle_event(EventType.END_RUN, fl_ctx)
+    found = [record.getMessage() for record in caplog.records if "Setting without effect" in record.getMessage()]
+    assert len(found) == len(warnings)
+    assert all(map(str.startswith, found, (f"Setting without effect: {warning}" for warning in warnings)))
+
+
+def test_handoff_without_effect(fl_ctx, tmp_path, caplog):
+    """After a round in which all tensors were received from processes without the package, once."""
+    component = TensorOffload(str(tmp_path / "root"), handoff=False)
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    for way in ("in segments", AS_ITEMS, AS_ITEMS):
+        component.handle_event(AppEventType.ROUND_STARTED, fl_ctx)
+        offload.runtime.record_received(way, 1 << 20)
+        component.handle_event(EventType.END_WORKFLOW, fl_ctx)
+        assert caplog.text.count("Setting without effect: handoff, because no process") == (way == AS_ITEMS)
+    component.handle_event(EventType.END_RUN, fl_ctx)
 
 
 class _Counts:

@@ -49,6 +49,7 @@ class Hop:
         self._result_nbytes = 0
         # Whether the trainer can also take files from the server; None while that is not known.
         self._server_is_near: bool | None = None
+        self._warned_of_trainer = False
 
     def takes(self, source: str, own: str, mode: ReceiveMode, *, has_package: bool) -> bool:
         """Whether this process receives a payload that passes through it, or tries to.
@@ -59,15 +60,27 @@ class Hop:
             mode: How this process receives.
             has_package: Whether the sender has this package.
         """
+        from_trainer = FQCN.is_ancestor(own, source)
+        if self.enabled and from_trainer and not has_package:
+            self._warn_of_trainer()
         if not (self.enabled and mode.handoff and isinstance(mode.scratch, JobScratch)) or self._server_is_near:
             return False
-        if FQCN.is_ancestor(own, source):
+        if from_trainer:
             if not has_package:
                 self._result_nbytes = 0
             return has_package
         # A task and its result are in scratch at the same time.
         from_server = has_package and FQCN.get_root(source) == FQCN.ROOT_SERVER
         return from_server and 0 < 2 * self._result_nbytes <= mode.scratch.free()
+
+    def _warn_of_trainer(self) -> None:
+        if not self._warned_of_trainer:
+            self._warned_of_trainer = True
+            logger.warning(
+                "The training script of this site does not use nvflare-lazy: its results take memory in the script and "
+                "in the server. Add these lines before flare.init(): import nvflare_lazy; nvflare_lazy.install(). Or "
+                "set install_in_trainers=True in the recipe"
+            )
 
     def is_near(self, remote: RemotePayload) -> bool:
         """Whether the server is on this host and has the same scratch root: then it and the trainer need no hop.

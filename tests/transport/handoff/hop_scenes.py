@@ -24,6 +24,14 @@ def enable(state: State, quota: int | None = None) -> None:
     hop.enabled = True
 
 
+def warned_of_trainer(state: State) -> bool:
+    """Whether the warning about a trainer without the package was logged."""
+    from nvflare_lazy.transport import offload
+    from nvflare_lazy.transport.handoff.hop import Hop
+
+    return offload.runtime.shared(Hop)._warned_of_trainer
+
+
 def use_root(state: State, root: str) -> None:
     """Have scratch in this root."""
     from nvflare_lazy.scratch import JobScratch

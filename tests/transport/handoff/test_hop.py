@@ -96,11 +96,13 @@ def test_server_on_the_same_host(net, hop):
 def test_trainers_that_hand_nothing_over(net, hop, trainer):
     """Without the package, or with another scratch root: references, and the trainer serves its result to the server.
 
-    The client job also takes no more tasks.
+    The client job also takes no more tasks. It warns of a trainer without the package.
     """
     send(net, TRAINER, JOB)
     hop.call(scenes.forget)
+    assert not hop.call(hop_scenes.warned_of_trainer)
     send(net, trainer, JOB)
+    assert hop.call(hop_scenes.warned_of_trainer) == (trainer == "site_1__stock")
     assert hop.call(scenes.kinds_received) == {"LazyDownloadRef"}
     forward(net, "server")
     hop.call(scenes.forget)
