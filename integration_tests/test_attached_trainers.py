@@ -64,7 +64,11 @@ def trainers(tmp_path: Path, monkeypatch) -> Iterator[Any]:
             output = running.enter_context(open(tmp_path / f"{site}-trainer.txt", "w"))
             process = subprocess.Popen(
                 [sys.executable, TRAINER, "--config", profile, *arguments],
-                env={**os.environ, "NVFLARE_LAZY_SCRATCH": str(scratch)},
+                env={
+                    **os.environ,
+                    "NVFLARE_LAZY_SCRATCH": str(scratch),
+                    "NVFLARE_LAZY_RECORDS": str(tmp_path / f"{site}.jsonl"),
+                },
                 cwd=tmp_path,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -13,6 +13,7 @@ from benchmarks.fl_job import FLJob, RunResult
 from benchmarks.fl_job.poc import run_in_poc
 from integration_tests.conftest import JobRunner, in_deployment, server_app
 from integration_tests.expected import next_global, start, ulps
+from nvflare_lazy.records import FILE_NAME, read_records
 from tests.scratch.conftest import wait_until_empty
 
 HOP = Path(__file__).parent / "hop"
@@ -50,6 +51,24 @@ def check_model(result: RunResult) -> None:
     assert ulps(saved["layer00002"].numpy(), exact) <= 1
 
 
+def check_client_records(result: RunResult) -> None:
+    """Check that each client has the bytes, seconds, way and round of what its processes transferred."""
+    nbytes = int(result.job.model_mib * MIB)
+    for path in result.workspace.glob(f"site-*/simulate_job/{FILE_NAME}"):
+        found = read_records(path)
+        assert found.damaged == 0
+        assert found.end is not None
+        assert [task.round for task in found.tasks] == [0, 1]
+        by_trainer = [each for each in found.transfers if each.process == "trainer"]
+        assert [each.round for each in by_trainer if each.direction == "received"] == [0, 1]
+        assert [each.round for each in by_trainer if each.direction == "sent"] == [0, 1]
+        of_results = [each for each in found.transfers if each.process == "job" and each.direction == "received"]
+        assert any("trainer" in each.peer for each in of_results)
+        assert all((each.nbytes, each.seconds < result.seconds) == (nbytes, True) for each in found.transfers)
+        assert {each.way for each in found.transfers} <= {"by handoff", "in segments"}
+        assert {sample.process for sample in found.samples} == {"job", "trainer"}
+
+
 @pytest.mark.parametrize("launch_once", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_trainer_that_leaves_and_a_result_that_is_lost(run_job: JobRunner, tmp_path: Path, launch_once: bool):
     """The client job has the result when the trainer's `send` returns, and sends it until it arrives."""
@@ -59,9 +78,10 @@ def test_trainer_that_leaves_and_a_result_that_is_lost(run_job: JobRunner, tmp_p
     assert result.output.count("has sent everything") == 2
     assert result.output.count("lost a result") == 4
     assert result.output.count("received LazyTensor") == 4
-    taken = [line for line in result.output.splitlines() if "Received " in line and "trainer_" in line]
+    taken = [line for line in result.output.splitlines() if " - INFO - Received " in line and "trainer_" in line]
     assert len(taken) == 4
     assert all("by handoff, on disk" in line for line in taken)
+    check_client_records(result)
     wait_until_empty(result.workspace.parent / "scratch")
     wait_until_empty(elsewhere)
 

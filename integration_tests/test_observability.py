@@ -9,6 +9,8 @@ from pathlib import Path
 
 from benchmarks.fl_job import MIB, FLJob
 from integration_tests.conftest import JobRunner, records
+from nvflare_lazy.flare.lazy_model_persistor import MODEL_NAME
+from nvflare_lazy.records import FILE_NAME, read_records
 
 WITNESS = Path(__file__).parent / "witnesses" / "witness.py"
 LINE = re.compile(
@@ -47,6 +49,9 @@ def test_every_round_is_told_three_times(run_job: JobRunner, tmp_path: Path):
     for record in contributions.values():
         assert (record["nbytes"], record["tensors"], record["on_disk"], record["round"]) == (MIB, 4, True, 0)
         assert 0 < record["seconds"] < result.seconds
+        assert 0 <= record["task_seconds"] < record["seconds"]
+        assert 0 <= record["transfer_seconds"] < record["seconds"]
+        assert record["way"] == "as whole tensors"
     (record,) = records(result, "round")
     assert record["received_bytes"] == 3 * MIB
     assert record["aggregated"] == ["site-1", "site-3"]
@@ -54,6 +59,20 @@ def test_every_round_is_told_three_times(run_job: JobRunner, tmp_path: Path):
     assert record["scratch_peak_bytes"] >= 3 * MIB
     assert 0 < record["memory_bytes"] <= result.server_peak + MIB
     assert 0 < record["aggregation_seconds"] < record["seconds"] < result.seconds
+    assert record["memory_bytes"] <= record["memory_peak_bytes"] <= result.server_peak + MIB
+    assert Path(record["model"]).name == MODEL_NAME
+
+    found = read_records(result.server_run_dir / FILE_NAME)
+    assert found.damaged == 0
+    assert found.job is not None
+    assert (found.job.role, found.job.settings["rule"]) == ("server", "mean")
+    assert found.end is not None
+    assert found.end.status == "finished"
+    assert found.peak is not None
+    assert record["memory_peak_bytes"] - MIB <= found.peak.memory_bytes <= result.server_peak + MIB
+    assert found.starts[0].time <= found.peak.time <= found.end.time
+    # A sample each half second, and one for each result.
+    assert 1 <= len(found.samples) <= 3 * (found.end.time - found.starts[0].time) + 10
 
     notes = [json.loads(line) for line in seen.read_text().splitlines()]
     metrics = {note["tag"].removeprefix("nvflare_lazy/"): note for note in notes}

@@ -19,7 +19,7 @@ from integration_tests.conftest import JobRunner, left_in, records
 from integration_tests.expected import next_global, start, ulps
 from nvflare_lazy.flare.checkpoint_store import CheckpointStore
 from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, MODEL_NAME
-from nvflare_lazy.records import FILE_NAME
+from nvflare_lazy.records import FILE_NAME, read_records
 from nvflare_lazy.scratch.directory_lease import LEASE_NAME
 from tests.scratch.conftest import small_disk as small_disk
 from tests.scratch.conftest import wait_until_empty
@@ -93,6 +93,13 @@ def test_a_killed_server_goes_on_after_its_last_round(run_job: JobRunner, tmp_pa
     assert f"Resuming after round {done}; 1 rounds remaining." in result.server_log
     assert check(checkpoints) == done + 1
     assert not left_in(checkpoints / ".incoming")
+    # The records of both runs, without a gap, in the run directory and with the checkpoints.
+    for path in (result.server_run_dir / FILE_NAME, checkpoints / FILE_NAME):
+        found = read_records(path)
+        assert len(found.starts) == 2
+        assert [record.round for record in found.rounds] == list(range(done + 2))
+        assert all(record.model is not None and record.aggregated == ["site-1", "site-2"] for record in found.rounds)
+        assert found.end is not None
 
 
 @pytest.mark.slow

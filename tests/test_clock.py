@@ -22,6 +22,7 @@ DAYS = 30 * 86400
 #: The functions that read the clock: for records and lists, or where a wrong time does no harm.
 READS_THE_CLOCK = {
     "records/schema.py: now": "the time of a record",
+    "report/job_report.py: summarize": "how long a running job has run, in a report",
     "scratch/_lease.py: for_this_process": "for the age in lists of leases",
     "scratch/_reclaim.py: _inspect_lease": "for the age in lists of leases",
     "scratch/_reclaim.py: _remove_unfinished_leases": "a process whose unfinished lease is removed makes another one",

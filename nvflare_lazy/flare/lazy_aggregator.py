@@ -203,7 +203,7 @@ class LazyAggregator(ModelAggregator):
             self._round.clear()
         log = job_context.round_log_of(self.fl_ctx)
         if log is not None:
-            log.on_aggregated(time.monotonic() - started, aggregated)
+            log.on_aggregated(time.monotonic() - started, aggregated, weights.metrics)
         return weights
 
     def reset_stats(self) -> None:

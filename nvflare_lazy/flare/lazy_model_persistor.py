@@ -39,6 +39,7 @@ from nvflare_lazy.flare.weights import as_weights, entries_of, is_weight
 from nvflare_lazy.formats import open as open_checkpoint
 from nvflare_lazy.formats.hugging_face import ModelDirectory
 from nvflare_lazy.formats.hugging_face.model_names import ModelNames, model_names
+from nvflare_lazy.records import FILE_NAME
 from nvflare_lazy.transport.registration import register
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ class LazyModelPersistor(ModelPersistor):
             return None  # the start of the run has ended the job, with the reason
         try:
             tensors = self._begin(fl_ctx)
+            self._keep_records(fl_ctx)
             self._complete_checkpoints(tensors, fl_ctx)
             included = self._included(tensors)
             self._warn_of_settings(len(included) < len(tensors), fl_ctx)
@@ -219,6 +221,9 @@ class LazyModelPersistor(ModelPersistor):
             # A context caches what it reads, and NVFlare's context of the workflow would keep the initial model on the
             # disk until the job ends. Reading the property again replaces it.
             self._workflow_ctx.get_prop(AppConstants.GLOBAL_MODEL)
+        log = job_context.round_log_of(fl_ctx)
+        if log is not None:
+            log.on_saved(path)
         self.log_info(fl_ctx, f"saved the global model of round {round_number} as {path}", fire_event=False)
 
     def get_model_inventory(self, fl_ctx: FLContext) -> dict[str, ModelDescriptor]:
@@ -283,6 +288,12 @@ class LazyModelPersistor(ModelPersistor):
             self.log_info(fl_ctx, f"starting with the checkpoint {source}", fire_event=False)
             return initial_model.from_checkpoint(source)
         return self._from_model(fl_ctx)
+
+    def _keep_records(self, fl_ctx: FLContext) -> None:
+        """Keep the records of the job with its checkpoints, for the job that resumes from them."""
+        log = job_context.round_log_of(fl_ctx)
+        if self.checkpoint_dir is not None and log is not None and log.writer is not None:
+            log.writer.keep_copy(self.store.directory / FILE_NAME, continues=self.resumed is not None)
 
     def _complete_checkpoints(self, tensors: LazyTensorDict, fl_ctx: FLContext) -> None:
         """Use the Hugging Face directory that the job began with, or its copy if a resumed job does not find it."""

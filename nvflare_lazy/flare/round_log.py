@@ -14,8 +14,11 @@ from pathlib import Path
 
 from nvflare_lazy._system import anonymous_bytes
 from nvflare_lazy._text import format_size
-from nvflare_lazy.records import ContributionRecord, Record, RecordWriter, RoundRecord
-from nvflare_lazy.records.schema import MAX_ENTRIES
+from nvflare_lazy.records import ContributionRecord, Record, RecordWriter, RoundRecord, TransferRecord
+from nvflare_lazy.records.schema import MAX_ENTRIES, now
+
+# Of all clients together; a payload counts for each part of its cell's name.
+_MAX_TRANSFERS = 16 << 10
 
 
 class RoundLog:
@@ -51,6 +54,9 @@ class RoundLog:
         self._unanswered: dict[str, int | None] = {}
         self._lost: set[str] = set()
         self._has_failed = False
+        # Seconds and ways of transfers since the last task of a client, by their direction and each part of the cell's
+        # name, of which the client is one.
+        self._transfers: dict[tuple[str, str], tuple[float, set[str]]] = {}
         # A client can send further results, for tasks that do not exist. They change nothing about the accepted one.
         self._accepted: set[str] = set()
 
@@ -76,6 +82,8 @@ class RoundLog:
         """Record that a client received the task of the round."""
         with self._lock:
             self._sent[client] = time.monotonic()
+            for direction in ("sent", "received"):
+                self._take_transfers(direction, client)
             self._unanswered[client] = self._record.round if self._record else None
             self._lost.discard(client)
             if self._record is not None and client not in self._record.tasked:
@@ -91,11 +99,26 @@ class RoundLog:
         with self._lock:
             self._lost.add(client)
 
+    def on_transfer(self, transfer: TransferRecord) -> None:
+        """Keep what is known about a transfer until the result of its client is recorded."""
+        with self._lock:
+            for key in ((transfer.direction, part) for part in transfer.peer.split(".")):
+                if key in self._transfers or len(self._transfers) < _MAX_TRANSFERS:
+                    seconds, ways = self._transfers.get(key, (0.0, set()))
+                    self._transfers[key] = seconds + transfer.seconds, ways | {transfer.way}
+
+    def _take_transfers(self, direction: str, client: str) -> tuple[float | None, str | None]:
+        """Return the duration and the way of what a client has sent or received, or None if that is unknown."""
+        found = self._transfers.pop((direction, client), None)
+        return (None, None) if found is None else (round(found[0], 3), " and ".join(sorted(filter(None, found[1]))))
+
     def on_result(self, client: str, nbytes: int, tensors: int, *, on_disk: bool) -> None:
         """Record that the result of a client was received."""
         with self._lock:
             self._unanswered.pop(client, None)
             sent = self._sent.get(client)
+            transfer_seconds, way = self._take_transfers("received", client)
+            task_seconds, _ = self._take_transfers("sent", client)
             self._unjudged[client] = ContributionRecord(
                 client=client,
                 round=self._record.round if self._record else None,
@@ -103,7 +126,16 @@ class RoundLog:
                 tensors=tensors,
                 on_disk=on_disk,
                 seconds=None if sent is None else round(time.monotonic() - sent, 3),
+                task_seconds=task_seconds,
+                transfer_seconds=transfer_seconds,
+                way=way or None,
             )
+
+    def on_metrics(self, client: str, metrics: Mapping[str, float]) -> None:
+        """Record the metrics that a client reports with its result."""
+        with self._lock:
+            if client in self._unjudged:
+                self._unjudged[client].metrics = dict(metrics)
 
     def on_skip(self, client: str, reason: str, *, failed: bool = False) -> bool:
         """Record why the result of a client is not used, and return whether it is the first reason, which counts.
@@ -150,12 +182,19 @@ class RoundLog:
         line = f"received the result of {record.client}{after}: {size}; memory {format_size(anonymous_bytes())}{unused}"
         self._log(_in_round(record.round, line))
 
-    def on_aggregated(self, seconds: float, clients: list[str]) -> None:
-        """Record an aggregation."""
+    def on_aggregated(self, seconds: float, clients: list[str], metrics: Mapping[str, float] | None = None) -> None:
+        """Record an aggregation, with the mean of the clients' metrics."""
         with self._lock:
             if self._record is not None:
                 self._record.aggregation_seconds = round(seconds, 3)
                 self._record.aggregated = list(clients)
+                self._record.metrics = dict(metrics or {})
+
+    def on_saved(self, model: Path) -> None:
+        """Record the checkpoint of the round."""
+        with self._lock:
+            if self._record is not None:
+                self._record.model = str(model)
 
     def on_failure(self) -> None:
         """Record that the round ends without a new model."""
@@ -191,6 +230,7 @@ class RoundLog:
             record.skipped = {client: reason for client, reason in sorted(skipped.items()) if client not in aggregated}
             record.received_bytes = sum(result.nbytes for result in results.values())
             record.seconds = round(time.monotonic() - self._started, 3)
+            record.time = now()
             record.memory_bytes = anonymous_bytes()
             record.scratch_bytes, record.scratch_peak_bytes = scratch_bytes, scratch_peak_bytes
             record.memory_peak_bytes = max(memory_peak_bytes, record.memory_bytes)

@@ -48,9 +48,11 @@ from nvflare_lazy.flare.job_context import RunningAggregation
 from nvflare_lazy.flare.job_demand import JobDemand
 from nvflare_lazy.flare.results_in_memory import cause, is_encrypted, uses_tensor_streaming
 from nvflare_lazy.flare.round_log import RoundLog
+from nvflare_lazy.flare.site_records import SiteRecords
 from nvflare_lazy.flare.tensor_names import renamed
 from nvflare_lazy.flare.weights import is_array, is_lazy, is_weight, zero_controls
 from nvflare_lazy.records import FILE_NAME, RoundRecord
+from nvflare_lazy.records.trainer import set_trainer_records
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.scratch.root import set_default_root
 from nvflare_lazy.tensors.converted_sources import CastSource
@@ -60,8 +62,8 @@ from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.handoff.hop import Hop
 from nvflare_lazy.transport.limits import PayloadLimits, PayloadSize
 from nvflare_lazy.transport.malloc_tuning import MallocTrimmer, tune_malloc
-from nvflare_lazy.transport.receive import AS_ITEMS
 from nvflare_lazy.transport.registration import register
+from nvflare_lazy.transport.ways import AS_ITEMS
 
 DEFAULT_MEMORY_BUDGET = "128MiB"
 _TAG = "nvflare_lazy/"
@@ -140,6 +142,8 @@ class TensorOffload(FLComponent):
         self._recorder: ErrorRecorder | None = None
         self._errors: ClientErrors | None = None
         self._has_listed_outcomes = False
+        self._records: SiteRecords | None = None
+        self._forget_records: Callable[[], object] | None = None
         self._round: int | None = None
         # Clients whose last result is empty because it was rejected; NVFlare's aggregators accept an empty result.
         self._emptied: set[str] = set()
@@ -164,7 +168,10 @@ class TensorOffload(FLComponent):
         elif event_type == EventType.START_RUN:
             self._start(fl_ctx)
         elif event_type == EventType.END_RUN:
-            self._end()
+            self._end(fl_ctx)
+        elif event_type == EventType.FATAL_SYSTEM_ERROR:
+            if self._records is not None:
+                self._records.on_failure(fl_ctx)
         elif fl_ctx.get_process_type() == ProcessType.CLIENT_JOB:
             self._on_client(event_type, fl_ctx)
         elif event_type == EventType.AFTER_TASK_DATA_FILTER:
@@ -205,7 +212,10 @@ class TensorOffload(FLComponent):
             result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
             if not isinstance(result, Shareable) or result.get_return_code() != ReturnCode.OK:
                 fl_ctx.set_prop(LINE, self._recorder.line, private=False, sticky=False)
-        if event_type == AppEventType.ROUND_STARTED:
+        if event_type == EventType.BEFORE_TASK_EXECUTION:
+            if self._records is not None:
+                self._records.on_task(fl_ctx)
+        elif event_type == AppEventType.ROUND_STARTED:
             self._start_gathering(fl_ctx)
         elif event_type == AppEventType.BEFORE_CONTRIBUTION_ACCEPT:
             result = fl_ctx.get_prop(AppConstants.TRAINING_RESULT)
@@ -248,6 +258,7 @@ class TensorOffload(FLComponent):
             self._complete_at = EventType.AFTER_TASK_RESULT_FILTER
         self._errors = ClientErrors(str(fl_ctx.get_job_id()))
         self.round_log = RoundLog(_records_path(fl_ctx), self._log_line, self._send_metrics, self._errors.explain)
+        self._records = SiteRecords(self.round_log, self._scratch, self._settings(), fl_ctx)
         self.log_info(
             fl_ctx,
             f"Receiving tensors to {self._scratch.path} ({format_size(self._scratch.free())} free, at most "
@@ -284,12 +295,25 @@ class TensorOffload(FLComponent):
             self.system_panic(f"cannot create scratch for tensors: {error}", fl_ctx)
             return
         if fl_ctx.get_process_type() == ProcessType.CLIENT_JOB:
+            path = _records_path(fl_ctx)
+            before = set_trainer_records(None if path is None else str(path.absolute()))
+            self._forget_records = partial(set_trainer_records, before)
             self._restore_root = partial(set_default_root, set_default_root(str(self._scratch.root)))
 
-    def _end(self) -> None:
+    def _settings(self) -> dict[str, Any]:
+        names = ("scratch_quota", "min_free", "memory_budget", "max_result_size", "params_type", "handoff")
+        scratch = None if self._scratch is None else str(self._scratch.root)
+        return {"scratch_dir": scratch, **{name: getattr(self, name) for name in names}}
+
+    def _end(self, fl_ctx: FLContext) -> None:
         self._end_round()
         if self._recorder is not None:
             self._recorder.stop()
+        records, self._records = self._records, None
+        if records is not None:
+            records.end(fl_ctx)
+        if self._forget_records is not None:
+            self._forget_records()
         scratch, self._scratch = self._scratch, None
         if scratch is None:
             return
@@ -368,6 +392,8 @@ class TensorOffload(FLComponent):
             nbytes = sum(spec.dtype.itemsize * prod(spec.shape) for spec in map(spec_or_none, values) if spec)
             on_disk = any(map(is_lazy, values))
             self.round_log.on_result(client, nbytes, len(values), on_disk=on_disk)
+            if self._records is not None:
+                self._records.sampler.look()
             # A client that aggregates has its own result in memory if it trains in its process.
             if not on_disk and (values or is_encrypted(dxo)) and client != fl_ctx.get_identity_name():
                 self._warn_of_memory(dxo, fl_ctx)
@@ -404,6 +430,8 @@ class TensorOffload(FLComponent):
             self._reject(client, shareable, dxo, str(error), running, fl_ctx)
             return
         accepted.update_shareable(shareable)
+        if self.round_log is not None and result.metrics:
+            self.round_log.on_metrics(client, result.metrics)
         self._emptied.discard(client)
         self._first_kind = self._first_kind or result.kind
         if result.dropped_metrics:
@@ -508,12 +536,17 @@ class TensorOffload(FLComponent):
         if self.round_log is None:
             return
         scratch = self._scratch
-        used, peak = (scratch.used, scratch.peak) if scratch is not None else (0, 0)
+        used, peak = (scratch.used, scratch.take_peak()) if scratch is not None else (0, 0)
         transport = offload.runtime.take_received()
         if not self.handoff and not self._warned_of_handoff and transport.keys() == {AS_ITEMS}:
             self._warned_of_handoff = True
             self._warn_of_setting("handoff, because no process that sent tensors in this round uses nvflare-lazy")
-        record = self.round_log.end_round(scratch_bytes=used, scratch_peak_bytes=peak, transport=transport)
+        record = self.round_log.end_round(
+            scratch_bytes=used,
+            scratch_peak_bytes=peak,
+            memory_peak_bytes=0 if self._records is None else self._records.sampler.take_peak(),
+            transport=transport,
+        )
         if record is not None and self._memory is not None:
             self._memory.trim_idle()
 

@@ -81,8 +81,9 @@ class ContributionRecord(Record):
         tensors: Number of its tensors.
         on_disk: Whether the tensors are on disk instead of in memory.
         seconds: Time from sending the task to receiving the result, or None if it is unknown.
-        transfer_seconds: Time in which the tensors were received; None if they did not come in a payload of their own.
-        way: The way of transport of the tensors, or None if it is unknown.
+        task_seconds: Time in which the client received the tensors of its task, or None if it is unknown.
+        transfer_seconds: Time in which the tensors of the result were received, or None if it is unknown.
+        way: The way of transport of the tensors of the result, or None if it is unknown.
         metrics: Metrics that the client reports with its result.
         accepted: Whether the result was accepted; None without a verdict.
         reason: Why the result is not used.
@@ -95,6 +96,7 @@ class ContributionRecord(Record):
     tensors: int = 0
     on_disk: bool = False
     seconds: float | None = None
+    task_seconds: float | None = None
     transfer_seconds: float | None = None
     way: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -159,11 +161,11 @@ class RoundRecord(Record):
 
 @dataclass(kw_only=True)
 class SampleRecord(Record):
-    """Memory and scratch of a process: the most since the previous sample, and when that was.
+    """Memory and scratch of a process: the most since the previous sample. The time is that of the most memory.
 
     Attributes:
         memory_bytes: Anonymous memory of the process.
-        scratch_bytes: Scratch in use at the same time.
+        scratch_bytes: Scratch in use.
         process: "job", or "trainer" for a trainer in its own process.
     """
 

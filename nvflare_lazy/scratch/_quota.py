@@ -44,7 +44,7 @@ class Quota:
         self._lock = threading.RLock()
         self._used = 0
         self._pending = 0  # the part of it that is not written yet
-        self._peak = 0
+        self._peak = self._recent_peak = 0
         self._free = 0  # of the file system, at the last check
         self._written = CHECK_INTERVAL_BYTES  # since then
         # Bytes released by the garbage collector: a collection may start in the middle of any of the blocks below, in
@@ -64,6 +64,13 @@ class Quota:
         with self._lock:
             return self._peak
 
+    def take_peak(self) -> int:
+        """Return the most bytes held at once since the last call."""
+        with self._lock:
+            self._subtract_released()
+            peak, self._recent_peak = self._recent_peak, self._used
+            return peak
+
     def free(self) -> int:
         """Return how many bytes could be held in addition."""
         with self._lock:
@@ -81,14 +88,14 @@ class Quota:
             self._check_room(nbytes)
             self._used += nbytes
             self._pending += nbytes
-            self._peak = max(self._peak, self._used)
+            self._note_peak()
 
     def adopt(self, nbytes: int) -> None:
         """Hold bytes that are on the disk already, or raise and hold none of them."""
         with self._lock:
             self._check_limit(nbytes)
             self._used += nbytes
-            self._peak = max(self._peak, self._used)
+            self._note_peak()
             self._written = CHECK_INTERVAL_BYTES  # the last check of the disk has not seen them
 
     def record_written(self, nbytes: int, pending: int) -> None:
@@ -104,6 +111,10 @@ class Quota:
             self._written += nbytes
             if self._written >= CHECK_INTERVAL_BYTES:
                 self._check_room(0, pending)
+
+    def _note_peak(self) -> None:
+        self._peak = max(self._peak, self._used)
+        self._recent_peak = max(self._recent_peak, self._used)
 
     def release(self, used: int, pending: int) -> None:
         """Release bytes; safe to call from a finalizer."""

@@ -108,6 +108,10 @@ class JobScratch:
         """Most bytes ever held at once."""
         return self._quota.peak
 
+    def take_peak(self) -> int:
+        """Return the most bytes held at once since the last call."""
+        return self._quota.take_peak()
+
     @property
     def released(self) -> bool:
         """Whether it has been released, or is being released."""

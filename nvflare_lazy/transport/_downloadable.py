@@ -8,14 +8,16 @@ payload is still needed: a receiver that is far behind, or repeats a request, co
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
 from nvflare.fuel.f3.cellnet.fqcn import FQCN
 from nvflare.fuel.f3.streaming.cacheable import CacheableObject
-from nvflare.fuel.f3.streaming.download_service import ProduceRC
+from nvflare.fuel.f3.streaming.download_service import DownloadStatus, ProduceRC
 
 from nvflare_lazy.errors import PeerLostError, ProtocolError
+from nvflare_lazy.records import TransferRecord
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.transport import _nvflare_private, offload, ways
 from nvflare_lazy.transport._receiver_progress import ReceiverProgress
@@ -56,6 +58,9 @@ class PayloadDownloadable(CacheableObject):
         self._ref_id: str | None = None
         self._slots: dict[str, Slot] = {}
         self._passed_on_by: str | None = None
+        # When each receiver has begun, and the way of transport of those that have the payload.
+        self._began: dict[str, float] = {}
+        self._ways: dict[str, str] = {}
 
     def set_transaction(self, tx_id: str, ref_id: str) -> None:
         """Start to answer requests for segments."""
@@ -79,6 +84,7 @@ class PayloadDownloadable(CacheableObject):
     def produce(self, state: dict[str, Any] | None, requester: str) -> tuple[str, Any, dict[str, Any]]:
         """Answer one request of NVFlare's protocol; see `Downloadable`."""
         start = 0
+        self._began.setdefault(requester, time.monotonic())
         if state:
             start = _count(state.get(_nvflare_private.START, 0)) + _count(state.get(_nvflare_private.COUNT, 0))
         answer = self._answer(state, requester) if state else None
@@ -94,8 +100,10 @@ class PayloadDownloadable(CacheableObject):
             if offers:
                 return ProduceRC.OK, [], {_nvflare_private.START: 0, _nvflare_private.COUNT: 0, **offers}
         if start >= self.size:
+            self._ways.setdefault(requester, ways.stated_way(state))
             self._runtime.throttle.release(self._slots.pop(requester, None))
             return ProduceRC.EOF, None, {}
+        self._ways[requester] = ways.AS_ITEMS
         # The receiver has the previous items, or it would not ask for more.
         before = self._slots.get(requester)
         self._slots[requester] = self._runtime.throttle.acquire(self._payload.nvflare_item_nbytes(start), after=before)
@@ -135,11 +143,23 @@ class PayloadDownloadable(CacheableObject):
 
         The latter only if the receiver is the client job of this process, and passes the payload on from its scratch.
         """
+        self._record_sent(to_receiver, status)
         if self._ref_id is None:
             return
         _nvflare_private.finish_for_ancestor(self._ref_id, to_receiver, status)
         if to_receiver == self._passed_on_by:
             _nvflare_private.finish_for_all(self._ref_id, status)
+
+    def _record_sent(self, receiver: str, status: str) -> None:
+        began = self._began.pop(receiver, None)
+        way = self._ways.pop(receiver, "")
+        if began is None or status != DownloadStatus.SUCCESS or self._payload.released:
+            return
+        seconds = round(time.monotonic() - began, 3)
+        nbytes = self._payload.manifest.nbytes
+        self._runtime.record_transfer(
+            TransferRecord(direction="sent", peer=receiver, nbytes=nbytes, seconds=seconds, way=way)
+        )
 
     def downloaded_to_all(self) -> None:
         """Do nothing: nothing is cached."""

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from nvflare.fuel.utils.fobs import FOBSContextKey
 
 from nvflare_lazy._text import format_size, get_logger
+from nvflare_lazy.records import TransferRecord
+from nvflare_lazy.records.trainer import record_in_trainer
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.transport import _nvflare_private
 from nvflare_lazy.transport._flow_control import DEFAULT_BYTES, InflightBudget, WholeTensorThrottle
@@ -96,6 +98,8 @@ class TransferRuntime:
         senders_with_package: Cells that have offered more than whole tensors; their first answers are small.
         by_thread: Has `initiated` in threads that have sent something that must be downloaded from this process.
         on_buffers_released: Called each time a whole tensor has left the memory of this process.
+        on_transfer: Called with the record of each payload that this process has received or sent. If there are none,
+            this process may be a trainer, which writes the record itself.
     """
 
     default_scratch: DefaultScratch
@@ -105,6 +109,7 @@ class TransferRuntime:
     senders_with_package: set[str]
     by_thread: threading.local
     on_buffers_released: list[Callable[[], None]]
+    on_transfer: list[Callable[[TransferRecord], None]]
 
     def __init__(self) -> None:
         self._mode: ReceiveMode | None = None
@@ -117,6 +122,7 @@ class TransferRuntime:
         if self._mode is not None and self._mode.scratch is not None:
             self._mode = self._mode._replace(scratch=self.default_scratch)
         self.on_buffers_released = []
+        self.on_transfer = []
         self.budget = InflightBudget(DEFAULT_BYTES if self._mode is None else self._mode.inflight_bytes)
         self.throttle = WholeTensorThrottle(self.budget, self.on_buffers_released)
         self._shared: dict[type, Any] = {}
@@ -158,11 +164,15 @@ class TransferRuntime:
             made: T = self._shared[kind]
             return made
 
-    def record_received(self, way: str, nbytes: int) -> None:
-        """Count a payload that was received in this way."""
-        if nbytes:
+    def record_transfer(self, transfer: TransferRecord) -> None:
+        """Count a payload that was received or sent."""
+        if not transfer.nbytes:
+            return
+        if transfer.direction == "received":
             with self._lock:
-                self._received[way] = self._received.get(way, 0) + nbytes
+                self._received[transfer.way] = self._received.get(transfer.way, 0) + transfer.nbytes
+        for listener in tuple(self.on_transfer) or (record_in_trainer,):
+            listener(transfer)
 
     def take_received(self) -> dict[str, int]:
         """Return the bytes of all payloads since the last call, by the way in which they were received."""

@@ -25,6 +25,7 @@ from nvflare_lazy.errors import (
     TransferAbortedError,
     TransferError,
 )
+from nvflare_lazy.records import TransferRecord
 from nvflare_lazy.transport import _nvflare_private, ways
 from nvflare_lazy.transport._flow_control import FIRST_ANSWER_BYTES
 from nvflare_lazy.transport.limits import PayloadLimits, PayloadSize, PayloadTally
@@ -47,7 +48,6 @@ T = TypeVar("T")
 logger = get_logger(__name__)
 
 _PROGRESS_SECONDS = 5.0
-AS_ITEMS = "as whole tensors"
 _MAX_REPLIES_WITHOUT_ITEMS = 8
 # What NVFlare's loop raises if a reply is not what it expects, such as numbers instead of items.
 _NVFLARE_STUMBLES = (AssertionError, AttributeError, LookupError, TypeError, ValueError)
@@ -240,7 +240,7 @@ class PayloadConsumer(ItemConsumer):
         if self._remote is None:
             self.result = self.consume_items(data, self.result)
             return state
-        if self.way not in ("", AS_ITEMS):
+        if self.way not in ("", ways.AS_ITEMS):
             raise ProtocolError(f"{self._sender} continues after the payload that it offered was received")
         if not data:
             self.expect_items()
@@ -254,7 +254,7 @@ class PayloadConsumer(ItemConsumer):
                     if following is not None:
                         self.way = way.description
                         return following
-        self.way = AS_ITEMS
+        self.way = ways.AS_ITEMS
         return pull_items(state, data, self)
 
     def expect_items(self) -> None:
@@ -331,12 +331,21 @@ def receive(consumer: PayloadConsumer, remote: RemotePayload, progress_cb: Calla
 
 def note_received(consumer: PayloadConsumer, remote: RemotePayload, started: float) -> None:
     """Count a payload that was received, and log it; `started` is the time of `time.monotonic()` before it."""
-    remote.runtime.record_received(consumer.way, consumer.nbytes)
+    seconds = time.monotonic() - started
+    remote.runtime.record_transfer(
+        TransferRecord(
+            direction="received",
+            peer=remote.from_fqcn,
+            nbytes=consumer.nbytes,
+            seconds=round(seconds, 3),
+            way=consumer.way,
+        )
+    )
     logger.info(
         "Received %s from %s in %.2f s, %s, %s",
         format_size(consumer.nbytes),
         remote.from_fqcn,
-        time.monotonic() - started,
+        seconds,
         consumer.way,
         consumer.place,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nvflare_lazy.transport.handoff.way import Handoff
+from nvflare_lazy.transport.segments import protocol
 from nvflare_lazy.transport.segments.way import Segments
 
 if TYPE_CHECKING:
@@ -65,3 +66,12 @@ class Way(Protocol):
 
 #: If none is offered, or all are blocked, the payload travels in NVFlare's items, which need no offer.
 WAYS: tuple[Way, ...] = (Handoff(), Segments())
+#: The description of that.
+AS_ITEMS = "as whole tensors"
+
+
+def stated_way(state: dict[str, Any] | None) -> str:
+    """Return the description of the way that a receiver states at the end of a download, or "" for an unknown one."""
+    fields = (state or {}).get(protocol.KEY)
+    stated = fields.get("way") if isinstance(fields, dict) else None
+    return next((way.description for way in WAYS if way.description == stated), "")

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from nvflare_lazy.flare.round_log import RoundLog
+from nvflare_lazy.records import TransferRecord
 
 
 def lines(path):
@@ -135,3 +136,26 @@ def test_a_client_that_does_not_answer(tmp_path):
     log.on_answer("c")
     assert log.end_round().skipped == {}
     assert log.outcomes() == ""
+
+
+def test_transfers_of_a_client(tmp_path):
+    """Seconds and way of what a client received and sent, also behind a relay; a client without any has none."""
+    log = RoundLog(tmp_path / "log.jsonl", lambda line: None)
+    log.start_round(0)
+    sent = [("a.job", 1.0, "in segments"), ("relay.b.job.trainer", 2.0, "by handoff")]
+    for peer, _, _ in sent:
+        log.on_transfer(TransferRecord(direction="received", peer=peer, seconds=99.0, way="of an earlier task"))
+    for client in ("a", "b", "c"):
+        log.on_task_sent(client)
+    for peer, seconds, way in sent:
+        log.on_transfer(TransferRecord(direction="sent", peer=peer, seconds=0.5, way=way))
+        for _ in range(2):  # a payload of tensors and one of arrays
+            log.on_transfer(TransferRecord(direction="received", peer=peer, seconds=seconds, way=way))
+    for client in ("a", "b", "c"):
+        log.on_result(client, 10, 1, on_disk=True)
+        log.on_metrics(client, {"loss": 0.5})
+        log.on_verdict(client, accepted=True)
+    record = log.end_round()
+    found = {name: (each.task_seconds, each.transfer_seconds, each.way) for name, each in record.clients.items()}
+    assert found == {"a": (0.5, 2.0, "in segments"), "b": (0.5, 4.0, "by handoff"), "c": (None, None, None)}
+    assert {name: each.metrics for name, each in record.clients.items()} == {name: {"loss": 0.5} for name in "abc"}

@@ -28,11 +28,12 @@ from nvflare.private.fed.client.client_runner import TaskRouter
 
 import nvflare_lazy
 from nvflare_lazy.flare import LazySwarmClientController, TensorOffload, job_context, results_in_memory, tensor_offload
+from nvflare_lazy.records import TransferRecord
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.handoff.hop import Hop
 from nvflare_lazy.transport.malloc_tuning import MallocTrimmer
-from nvflare_lazy.transport.receive import AS_ITEMS
 from nvflare_lazy.transport.registration import Registration, registered
+from nvflare_lazy.transport.ways import AS_ITEMS
 from tests.flare.conftest import give, receive_from
 
 
@@ -114,7 +115,7 @@ def test_handoff_without_effect(fl_ctx, tmp_path, caplog):
     component.handle_event(EventType.START_RUN, fl_ctx)
     for way in ("in segments", AS_ITEMS, AS_ITEMS):
         component.handle_event(AppEventType.ROUND_STARTED, fl_ctx)
-        offload.runtime.record_received(way, 1 << 20)
+        offload.runtime.record_transfer(TransferRecord(direction="received", nbytes=1 << 20, way=way))
         component.handle_event(EventType.END_WORKFLOW, fl_ctx)
         assert caplog.text.count("Setting without effect: handoff, because no process") == (way == AS_ITEMS)
     component.handle_event(EventType.END_RUN, fl_ctx)

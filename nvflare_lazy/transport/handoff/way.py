@@ -65,7 +65,7 @@ class Handoff:
         download.nbytes = segments.nbytes
         if download.progress is not None:
             download.progress.received(segments.nbytes, segments.items)
-        return end_state(segments, download)
+        return end_state(segments, download, self.description)
 
     def answer(
         self, state: dict[str, Any], ref_id: str, receiver: str, runtime: TransferRuntime

@@ -56,19 +56,19 @@ class Segments:
             # Its text, since a handler may keep records, and the error refers to the download.
             logger.warning("%s; falling back to whole-tensor transfer", str(error))
             return None
-        return end_state(offer, download)
+        return end_state(offer, download, self.description)
 
     def answer(self, state: dict[str, Any], ref_id: str, receiver: str, runtime: TransferRuntime) -> None:
         """Take the receipts of the last segments."""
         runtime.shared(SegmentServer).prove(receiver, protocol.receipts_from_fields(state.get(protocol.KEY)))
 
 
-def end_state(offer: protocol.Offer, download: PayloadConsumer) -> dict[str, Any]:
-    """Return the state that ends a download, with the receipts of the last segments."""
+def end_state(offer: protocol.Offer, download: PayloadConsumer, way: str) -> dict[str, Any]:
+    """Return the state that ends a download, with the receipts of the last segments and the way, for the records."""
     remote = download.remote
     receipts = remote.runtime.shared(Inbox).receipts.take(remote.cell.core_cell.my_info.fqcn, remote.from_fqcn)
     end = {_nvflare_private.START: offer.items, _nvflare_private.COUNT: 0}
-    return {**end, protocol.KEY: protocol.receipts_to_fields(receipts)}
+    return {**end, protocol.KEY: {**protocol.receipts_to_fields(receipts), "way": way}}
 
 
 def fetch_manifest(offer: protocol.Offer, download: PayloadConsumer) -> manifests.Manifest:
