@@ -30,6 +30,7 @@ from nvflare_lazy.transport import _nvflare_private, ways
 from nvflare_lazy.transport._flow_control import FIRST_ANSWER_BYTES
 from nvflare_lazy.transport.limits import PayloadLimits, PayloadSize, PayloadTally
 from nvflare_lazy.transport.nvflare_items.pull import pull_items
+from nvflare_lazy.transport.running_downloads import RunningDownloads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,7 +96,7 @@ class PayloadConsumer(ItemConsumer):
         error: Why it failed, as text; None as long as it has not.
         failure: Why it failed, as an exception.
         result: What has been received.
-        nbytes: How many bytes that was.
+        nbytes: How many bytes that is so far.
         items: How many whole tensors; not counted in other ways of transport.
         way: How they were transferred, for the log.
         place: Where they are, for the log.
@@ -204,6 +205,12 @@ class PayloadConsumer(ItemConsumer):
         """Call the download off, from any thread."""
         self._cancel.trigger(reason)
 
+    def count(self, nbytes: int, items: int | None = None) -> None:
+        """Set the totals received so far; `items` is None while their number is unknown."""
+        self.nbytes = nbytes
+        if self.progress is not None:
+            self.progress.received(nbytes, items)
+
     def acquire_slot(self) -> None:
         """Wait for a slot for the first answer, unless that is known to be small.
 
@@ -297,18 +304,19 @@ def receive(consumer: PayloadConsumer, remote: RemotePayload, progress_cb: Calla
     try:
         with _nvflare_private.source_signal(remote.cell, remote.from_fqcn, remote.ref_id, remote.abort) as signal:
             attached = consumer.attach(replace(remote, abort=signal), relay)
-            consumer.acquire_slot()
-            download_object(
-                from_fqcn=remote.from_fqcn,
-                ref_id=remote.ref_id,
-                consumer=consumer,
-                per_request_timeout=remote.timeout,
-                cell=remote.cell,
-                secure=remote.secure,
-                optional=remote.optional,
-                abort_signal=attached.abort,
-                progress_cb=relay,
-            )
+            with remote.runtime.shared(RunningDownloads).running(consumer):
+                consumer.acquire_slot()
+                download_object(
+                    from_fqcn=remote.from_fqcn,
+                    ref_id=remote.ref_id,
+                    consumer=consumer,
+                    per_request_timeout=remote.timeout,
+                    cell=remote.cell,
+                    secure=remote.secure,
+                    optional=remote.optional,
+                    abort_signal=attached.abort,
+                    progress_cb=relay,
+                )
     except Exception as error:
         if consumer.failure is None:
             consumer.failure = error

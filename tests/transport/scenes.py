@@ -353,13 +353,25 @@ def offer_tensors(state: State, kind: str) -> str:
 
 
 def download_with_progress(state: State, source: str, ref_id: str) -> dict[str, Any]:
-    """Download tensors and return the last event of their progress."""
+    """Download tensors; return the last event of their progress, and what was listed as running at the events."""
+    from nvflare_lazy.transport import offload, receive
+    from nvflare_lazy.transport.running_downloads import RunningDownloads
     from nvflare_lazy.transport.tensor_downloader import download_tensors
 
-    events: list[dict[str, Any]] = []
-    error, _ = download_tensors(source, ref_id, 60.0, state.cell, progress_cb=lambda **event: events.append(event))
+    downloads = offload.runtime.shared(RunningDownloads)
+    last: dict[str, Any] = {}
+    listed: set[Any] = set()
+
+    def on_event(**event: Any) -> None:
+        last.update(event)
+        listed.update(map(tuple, downloads.progress()))
+
+    seconds, receive._PROGRESS_SECONDS = receive._PROGRESS_SECONDS, 0.0
+    error, _ = download_tensors(source, ref_id, 60.0, state.cell, progress_cb=on_event)
+    receive._PROGRESS_SECONDS = seconds
     assert error is None
-    return events[-1]
+    assert not downloads.progress()
+    return {**last, "listed": listed}
 
 
 def make_model(state: State, mib: int, count: int) -> None:

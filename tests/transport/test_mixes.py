@@ -61,13 +61,22 @@ def test_to_stock(net, backend, kind):
 
 @pytest.mark.parametrize("sender", ["site_1", "site_2"], ids=["plugin", "stock"])
 def test_progress(net, sender):
-    """The last event has the totals of the whole payload: in segments, and as whole tensors with their headers."""
+    """The last event has the totals of the whole payload: in segments, and as whole tensors with their headers.
+
+    The list of running downloads has what was received so far, and the total as far as the sender states it.
+    """
     tensors = scenes.tensors("ten")
     reference = net[sender].call(scenes.offer_tensors, "ten")
     last = net["server"].call(scenes.download_with_progress, net[sender].fqcn, reference)
     assert (last["state"], last["items_done"]) == ("completed", len(tensors))
     stock = [len(safetensors.torch.save({name: tensor})) for name, tensor in tensors.items()]
-    assert last["bytes_done"] == sum(stock if sender == "site_2" else (tensor.nbytes for tensor in tensors.values()))
+    total = sum(stock if sender == "site_2" else (tensor.nbytes for tensor in tensors.values()))
+    assert last["bytes_done"] == total
+    assert {source for source, _, _ in last["listed"]} == {net[sender].fqcn}
+    received = [received for _, received, _ in last["listed"]]
+    assert (min(received), max(received)) == (0, total)
+    assert sender == "site_1" or len(set(received)) > 3
+    assert {total for _, received, total in last["listed"] if received} == {None if sender == "site_2" else total}
 
 
 def test_end_of_a_workflow(net):

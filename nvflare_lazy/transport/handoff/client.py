@@ -110,6 +110,7 @@ class FileDownload:
             if not isinstance(reply, wire.Wait):
                 return reply
             self._fetch_manifest()
+            self._download.count(reply.done)
             now = time.monotonic()
             if reply.done > done:
                 done, moved = reply.done, now

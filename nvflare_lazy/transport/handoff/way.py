@@ -61,10 +61,9 @@ class Handoff:
         download.tally.check(remote.from_fqcn, PayloadSize(segments.nbytes, segments.items))
         files = FileDownload(download, segments.nbytes, lambda: fetch_manifest(segments, download))
         if not files.run(offer.rendezvous):
+            download.nbytes = 0
             return None
-        download.nbytes = segments.nbytes
-        if download.progress is not None:
-            download.progress.received(segments.nbytes, segments.items)
+        download.count(segments.nbytes, segments.items)
         return end_state(segments, download, self.description)
 
     def answer(

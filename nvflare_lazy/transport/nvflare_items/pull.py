@@ -40,10 +40,8 @@ def pull_items(state: dict[str, Any], items: list[Any], download: PayloadConsume
             # The next items are about as large as these; only their arrival would tell.
             ahead.prefetch_if_possible(state, nbytes)
             download.result = download.consume_items(items, download.result)
-            download.nbytes += nbytes
             download.items += len(items)
-            if download.progress is not None:
-                download.progress.received(download.nbytes, download.items)
+            download.count(download.nbytes + nbytes, download.items)
             # Emptied, not just dereferenced: NVFlare's loop keeps the first list until the download is over.
             items.clear()
             ahead.written()

@@ -98,7 +98,6 @@ def _fetch(offer: protocol.Offer, download: PayloadConsumer) -> None:
     # What the headers of the files take for a moment counts as in flight.
     with remote.runtime.budget.hold(manifests.decoding_cost(offer.items, 0), remote.raise_if_aborted):
         sink = download.open_sink(manifest)
-    progress = None if download.progress is None else download.progress.received
     first_news = None if offer.manifest is None else FIRST_NEWS_SECONDS
     try:
         SegmentDownload(
@@ -106,18 +105,17 @@ def _fetch(offer: protocol.Offer, download: PayloadConsumer) -> None:
             protocol.DATA,
             manifest.nbytes,
             sink.write,
-            progress=progress,
+            progress=download.count,
             first_news=first_news,
             on_slow=sink.release_rest,
         ).run()
     except SegmentTimeoutError:
         # The payload comes in another way, and counts there.
         download.abandon_sink()
+        download.nbytes = 0
         download.tally.remove(manifest.size)
         raise
-    download.nbytes = manifest.nbytes
-    if progress is not None:
-        progress(manifest.nbytes, len(manifest.items))
+    download.count(manifest.nbytes, len(manifest.items))
 
 
 def _fetch_encoded_manifest(offer: protocol.Offer, download: PayloadConsumer) -> bytes | memoryview:

@@ -97,12 +97,14 @@ def download(root, job, answers, *, to_disk=True, quota=None, handoff=True, prog
 
 
 @pytest.mark.parametrize("to_disk", [True, False])
-def test_true_files(root, job, files, to_disk):
-    """What the false ones below are made of: the files are taken, after some waiting."""
+def test_true_files(root, job, files, to_disk, monkeypatch):
+    """What the false ones below are made of: the files are taken, after some waiting, in which progress is counted."""
+    monkeypatch.setattr("nvflare_lazy.transport.receive._PROGRESS_SECONDS", 0.0)
     answers = [{"files": "wait", "done": done} for done in (0, TENSOR)] + [{"files": files}]
     events = []
     way, used = download(root, job, answers, to_disk=to_disk, progress=lambda **event: events.append(event))
     assert way == "by handoff"
+    assert [event["bytes_done"] for event in events if event["state"] == "active"][-2:] == [TENSOR, 4 * TENSOR]
     assert [events[0]["bytes_done"], events[-1]["bytes_done"], events[-1]["items_done"]] == [0, 4 * TENSOR, 4]
     assert used == (files[0][0][1] if to_disk else 0)
 
