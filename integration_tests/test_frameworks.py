@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.environment import make_environment, run_slow_tests
+from tests.environment import make_environment, run_slow_tests, run_tests
 
 
 @pytest.mark.slow
@@ -21,3 +21,10 @@ def test_jobs(tmp_path, libraries):
     """Lightning with TensorBoard, scikit-learn, JAX, TensorFlow and homomorphic encryption."""
     python = make_environment(tmp_path / "environment", *libraries)
     run_slow_tests(python, Path(__file__).with_name("test_framework_jobs.py"))
+
+
+@pytest.mark.slow
+def test_trackers(tmp_path):
+    """The metrics of rounds in TensorBoard and MLflow."""
+    python = make_environment(tmp_path / "environment", "tensorboard", "mlflow-skinny", "alembic")
+    run_tests(python, "-m", "slow", "-k", "tensorboard or mlflow", Path(__file__).with_name("test_progress.py"))

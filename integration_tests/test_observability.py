@@ -75,8 +75,11 @@ def test_every_round_is_told_three_times(run_job: JobRunner, tmp_path: Path):
     assert 1 <= len(found.samples) <= 3 * (found.end.time - found.starts[0].time) + 10
 
     notes = [json.loads(line) for line in seen.read_text().splitlines()]
-    metrics = {note["tag"].removeprefix("nvflare_lazy/"): note for note in notes}
-    assert len(metrics) == len(notes)
+    own = [note for note in notes if note["origin"] == "simulator_server"]
+    metrics = {note["tag"].removeprefix("nvflare_lazy/"): note for note in own}
+    assert len(metrics) == len(own)
+    used = {note["origin"]: note["value"] for note in notes if note["tag"] == "nvflare_lazy/result_used"}
+    assert used == {"site-1": 1, "site-2": 0, "site-3": 1}
     assert {note["step"] for note in notes} == {0}
     for name in ("received_bytes", "seconds", "aggregation_seconds", "memory_bytes", "scratch_bytes"):
         assert metrics[name]["value"] == record[name]

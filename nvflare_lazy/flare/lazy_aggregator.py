@@ -249,6 +249,7 @@ class LazyAggregator(ModelAggregator):
         """Aggregate the results by the rule, and skip those that fail."""
         tensors = self._round.tensors
         output = ModelOutput.of(self.fl_ctx, max(tensors.values(), key=len, default={}))
+        log = job_context.round_log_of(self.fl_ctx)
         try:
             result = self._aggregation(kind, output.max_shard_size).run(
                 tensors,
@@ -256,6 +257,7 @@ class LazyAggregator(ModelAggregator):
                 weights=self._round.weights,
                 reference=base,
                 metadata=job_context.provenance(self.fl_ctx, self._round_number()),
+                progress=None if log is None else log.on_aggregation_progress,
                 should_cancel=self._cancelled,
             )
         except NothingToAggregateError as error:

@@ -10,15 +10,34 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from nvflare_lazy._system import anonymous_bytes
 from nvflare_lazy._text import format_size
+from nvflare_lazy.aggregation import Progress
 from nvflare_lazy.records import ContributionRecord, Record, RecordWriter, RoundRecord, TransferRecord
 from nvflare_lazy.records.schema import MAX_ENTRIES, now
 
 # Of all clients together; a payload counts for each part of its cell's name.
 _MAX_TRANSFERS = 16 << 10
+
+
+@dataclass(frozen=True)
+class RunningRound:
+    """The state of a running round.
+
+    Attributes:
+        number: Its number, or None in a workflow without rounds.
+        tasked: Clients that received the task.
+        results: Bytes of the results that were received, and 0 for clients whose tasks failed.
+        aggregation: Progress of the running pass of the aggregation, or None.
+    """
+
+    number: int | None
+    tasked: tuple[str, ...]
+    results: dict[str, int]
+    aggregation: Progress | None
 
 
 class RoundLog:
@@ -42,6 +61,7 @@ class RoundLog:
         self._lock = threading.RLock()
         self._record: RoundRecord | None = None
         self._started = 0.0
+        self._aggregation: Progress | None = None
         self._announced = True
         self._sent: dict[str, float] = {}
         # Results without a verdict: some controllers, such as NVFlare's `CyclicController`, report none.
@@ -70,6 +90,7 @@ class RoundLog:
         """
         with self._lock:
             self._record, self._started, self._announced = RoundRecord(round=number), time.monotonic(), announced
+            self._aggregation = None
             self._sent.clear()
             self._unjudged.clear()
             self._judged.clear()
@@ -182,9 +203,27 @@ class RoundLog:
         line = f"received the result of {record.client}{after}: {size}; memory {format_size(anonymous_bytes())}{unused}"
         self._log(_in_round(record.round, line))
 
+    def on_aggregation_progress(self, progress: Progress) -> None:
+        """Note the progress of the running aggregation."""
+        self._aggregation = progress
+
+    def running(self) -> RunningRound | None:
+        """Return the state of the running round, or None if there is none."""
+        with self._lock:
+            if self._record is None:
+                return None
+            results = {client: result.nbytes for client, result in (self._unjudged | self._judged).items()}
+            return RunningRound(
+                self._record.round,
+                tuple(self._record.tasked),
+                dict.fromkeys(self._reasons, 0) | results,
+                self._aggregation,
+            )
+
     def on_aggregated(self, seconds: float, clients: list[str], metrics: Mapping[str, float] | None = None) -> None:
         """Record an aggregation, with the mean of the clients' metrics."""
         with self._lock:
+            self._aggregation = None
             if self._record is not None:
                 self._record.aggregation_seconds = round(seconds, 3)
                 self._record.aggregated = list(clients)

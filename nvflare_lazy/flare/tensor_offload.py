@@ -14,14 +14,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from nvflare.apis.analytix import AnalyticsDataType
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, ProcessType, ReservedKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable
-from nvflare.apis.utils.analytix_utils import create_analytic_dxo, send_analytic_dxo
 from nvflare.app_common.app_constant import AlgorithmConstants, AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.ccwf.client_ctl import ClientSideController
@@ -47,11 +45,14 @@ from nvflare_lazy.flare.client_errors import ERROR_EVENT, LINE, ClientErrors, Er
 from nvflare_lazy.flare.job_context import RunningAggregation
 from nvflare_lazy.flare.job_demand import JobDemand
 from nvflare_lazy.flare.results_in_memory import cause, is_encrypted, uses_tensor_streaming
-from nvflare_lazy.flare.round_log import RoundLog
+from nvflare_lazy.flare.round_log import RoundLog, RunningRound
+from nvflare_lazy.flare.round_metrics import RoundMetrics
+from nvflare_lazy.flare.round_progress import ProgressReport, RoundProgress
 from nvflare_lazy.flare.site_records import SiteRecords
 from nvflare_lazy.flare.tensor_names import renamed
+from nvflare_lazy.flare.terminal_status import TerminalStatus
 from nvflare_lazy.flare.weights import is_array, is_lazy, is_weight, zero_controls
-from nvflare_lazy.records import FILE_NAME, RoundRecord
+from nvflare_lazy.records import FILE_NAME
 from nvflare_lazy.records.trainer import set_trainer_records
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.scratch.root import set_default_root
@@ -63,10 +64,10 @@ from nvflare_lazy.transport.handoff.hop import Hop
 from nvflare_lazy.transport.limits import PayloadLimits, PayloadSize
 from nvflare_lazy.transport.malloc_tuning import MallocTrimmer, tune_malloc
 from nvflare_lazy.transport.registration import register
+from nvflare_lazy.transport.running_downloads import RunningDownloads
 from nvflare_lazy.transport.ways import AS_ITEMS
 
 DEFAULT_MEMORY_BUDGET = "128MiB"
-_TAG = "nvflare_lazy/"
 # The name in `ClientAPIExecutor`; other executors train in the job process.
 _IN_PROCESS = "in_process"
 _RETURN_CODES = [code for name, code in vars(ReturnCode).items() if not name.startswith("_")]
@@ -144,6 +145,8 @@ class TensorOffload(FLComponent):
         self._has_listed_outcomes = False
         self._records: SiteRecords | None = None
         self._forget_records: Callable[[], object] | None = None
+        self._progress: RoundProgress | None = None
+        self._terminal: TerminalStatus | None = None
         self._round: int | None = None
         # Clients whose last result is empty because it was rejected; NVFlare's aggregators accept an empty result.
         self._emptied: set[str] = set()
@@ -256,9 +259,18 @@ class TensorOffload(FLComponent):
         if uses_tensor_streaming(fl_ctx):
             # Its component puts the tensors into the result at the same event as this one, before or after.
             self._complete_at = EventType.AFTER_TASK_RESULT_FILTER
+        metrics = RoundMetrics(
+            self,
+            self._engine,
+            job=str(fl_ctx.get_job_id("job")),
+            site=fl_ctx.get_identity_name(""),
+            is_server=not is_client,
+        )
         self._errors = ClientErrors(str(fl_ctx.get_job_id()))
-        self.round_log = RoundLog(_records_path(fl_ctx), self._log_line, self._send_metrics, self._errors.explain)
+        self.round_log = RoundLog(_records_path(fl_ctx), self._log_line, metrics.send_round, self._errors.explain)
         self._records = SiteRecords(self.round_log, self._scratch, self._settings(), fl_ctx)
+        if not is_client or job_context.controller_of(fl_ctx) is not None:
+            self._watch(self.round_log, metrics, is_client=is_client)
         self.log_info(
             fl_ctx,
             f"Receiving tensors to {self._scratch.path} ({format_size(self._scratch.free())} free, at most "
@@ -305,7 +317,36 @@ class TensorOffload(FLComponent):
         scratch = None if self._scratch is None else str(self._scratch.root)
         return {"scratch_dir": scratch, **{name: getattr(self, name) for name in names}}
 
+    def _watch(self, log: RoundLog, metrics: RoundMetrics, *, is_client: bool) -> None:
+        """Report the progress of rounds: on a client, of those that it aggregates in swarm learning."""
+
+        def running() -> RunningRound | None:
+            found = log.running()
+            # Another client aggregates, and sends this one the model.
+            is_elsewhere = is_client and found is not None and not found.results and found.aggregation is None
+            return None if is_elsewhere else found
+
+        def report(progress: ProgressReport) -> None:
+            self._log_line(progress.line())
+            metrics.send_progress(progress)
+
+        self._terminal = None if is_client else TerminalStatus.of_this_process()
+        self._progress = RoundProgress(
+            running,
+            offload.runtime.shared(RunningDownloads).progress,
+            lambda: self._model_size.nbytes,
+            report,
+            None if self._terminal is None else self._terminal.show,
+        )
+        self._progress.start()
+
     def _end(self, fl_ctx: FLContext) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        if self._terminal is not None:
+            self._terminal.close()
+            self._terminal = None
         self._end_round()
         if self._recorder is not None:
             self._recorder.stop()
@@ -552,17 +593,6 @@ class TensorOffload(FLComponent):
 
     def _log_line(self, line: str) -> None:
         self.logger.info("%s", line)
-
-    def _send_metrics(self, record: RoundRecord) -> None:
-        engine = self._engine
-        if engine is None:
-            return
-        with engine.new_context() as fl_ctx:
-            for name, value in record.numbers().items():
-                dxo = create_analytic_dxo(
-                    tag=_TAG + name, value=value, data_type=AnalyticsDataType.SCALAR, global_step=record.round
-                )
-                send_analytic_dxo(self, dxo, fl_ctx)
 
 
 def _in_round(number: int | None) -> str:
