@@ -174,7 +174,7 @@ class _Reading:
         records.samples.sort(key=lambda sample: sample.time)
         records.transfers.sort(key=lambda transfer: transfer.time)
         for transfer in records.transfers:
-            if transfer.round is None:
+            if transfer.round is None and transfer.process == "trainer":
                 transfer.round = _round_at(transfer.time - transfer.seconds, records.tasks)
         return records
 

@@ -15,7 +15,7 @@ from nvflare_lazy.records.schema import SampleRecord
 
 _MIN_SECONDS = 0.5
 _MAX_SECONDS_BETWEEN_LOOKS = 2.0
-# A job of a minute has 120 samples, one of an hour 1,500 and one of a week 4,000.
+# A job of a week has 3,500 samples at most.
 _SAMPLES_PER_DURATION = 500
 
 
