@@ -26,9 +26,11 @@ from nvflare_lazy.scratch import DownloadScratch
 from nvflare_lazy.transport import offload
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nvflare.apis.fl_context import FLContext
 
-    from nvflare_lazy.aggregation import ParamsType
+    from nvflare_lazy.aggregation import ParamsType, Progress
     from nvflare_lazy.tensors.entry import TensorEntry
 
 #: Statistics of normalization layers, which are not parameters; NVFlare's FedOpt also averages them.
@@ -71,6 +73,7 @@ class ModelUpdate:
         round_number: int | None,
         *,
         memory_budget: int | str,
+        progress: Callable[[Progress], object] | None = None,
     ) -> LazyTensorDict:
         """Write the next global model to its own file and return it.
 
@@ -81,6 +84,7 @@ class ModelUpdate:
             fl_ctx: NVFlare's context of the job.
             round_number: The round.
             memory_budget: Memory to work in.
+            progress: Called with the progress from time to time.
         """
         optimizer = self._for_round(round_number or 0)
         averaged = {
@@ -103,6 +107,7 @@ class ModelUpdate:
                 metadata=aggregate.metadata,
                 max_shard_size=output.max_shard_size,
                 fsync=False,
+                progress=progress,
             )
             output.finish(updated)
             self._count_states()

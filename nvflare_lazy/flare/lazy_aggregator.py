@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from nvflare.apis.dxo import DXO, from_shareable
@@ -23,7 +23,7 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.workflows.base_fedavg import make_fedavg_metrics_aggregation_info
 
 from nvflare_lazy._text import get_logger, logs_printably, quoted
-from nvflare_lazy.aggregation import Aggregation, AggregationReport
+from nvflare_lazy.aggregation import Aggregation, AggregationReport, Progress
 from nvflare_lazy.aggregation import ParamsType as ParamsKind
 from nvflare_lazy.aggregation.rules import to_rule
 from nvflare_lazy.aggregation.schema import listed
@@ -225,7 +225,13 @@ class LazyAggregator(ModelAggregator):
             raise self._too_few(f"{len(aggregated)} usable results, and min_results is {self.min_results}")
         if kind == "DIFF" or self.server_optimizer is not None:
             tensors = self._update.apply(
-                base or {}, tensors, kind, self.fl_ctx, self._round_number(), memory_budget=self.budget
+                base or {},
+                tensors,
+                kind,
+                self.fl_ctx,
+                self._round_number(),
+                memory_budget=self.budget,
+                progress=self._on_progress(),
             )
         self._previous_kind = kind
         self._publish_stats(aggregated, report)
@@ -249,7 +255,6 @@ class LazyAggregator(ModelAggregator):
         """Aggregate the results by the rule, and skip those that fail."""
         tensors = self._round.tensors
         output = ModelOutput.of(self.fl_ctx, max(tensors.values(), key=len, default={}))
-        log = job_context.round_log_of(self.fl_ctx)
         try:
             result = self._aggregation(kind, output.max_shard_size).run(
                 tensors,
@@ -257,7 +262,7 @@ class LazyAggregator(ModelAggregator):
                 weights=self._round.weights,
                 reference=base,
                 metadata=job_context.provenance(self.fl_ctx, self._round_number()),
-                progress=None if log is None else log.on_aggregation_progress,
+                progress=self._on_progress(),
                 should_cancel=self._cancelled,
             )
         except NothingToAggregateError as error:
@@ -352,6 +357,10 @@ class LazyAggregator(ModelAggregator):
     def _clients(self) -> set[str]:
         engine = self.fl_ctx.get_engine() if self.fl_ctx else None
         return {client.name for client in getattr(engine, "get_clients", list)()}
+
+    def _on_progress(self) -> Callable[[Progress], object] | None:
+        log = job_context.round_log_of(self.fl_ctx)
+        return None if log is None else log.on_aggregation_progress
 
     def _cancelled(self) -> bool:
         signal = self.fl_ctx.get_run_abort_signal() if self.fl_ctx else None

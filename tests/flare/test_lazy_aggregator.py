@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,8 +26,9 @@ from nvflare.app_common.workflows.base_fedavg import BaseFedAvg
 import nvflare_lazy
 from nvflare_lazy.aggregation import rule_names
 from nvflare_lazy.errors import ResultMismatchError, TooFewResultsError
-from nvflare_lazy.flare import LazyAggregator
+from nvflare_lazy.flare import LazyAggregator, job_context
 from nvflare_lazy.flare.lazy_aggregator import AggregationStatsKey
+from nvflare_lazy.flare.round_log import RoundLog
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from tests.flare.conftest import files_below, give, receive_from
@@ -297,6 +299,27 @@ def test_rules_and_server_optimizers_are_named(aggregator, result, fl_ctx):
     slow = aggregator(server_optimizer={"name": "fedavgm", "lr": 0.5, "momentum": 0.0})
     slow.accept_model(result("site-1", a=[1.0, 2.0], b=[3.0]))
     assert values(slow.aggregate_model()) == {"a": [0.5, 1.0], "b": [1.5]}
+
+
+def test_progress_of_an_aggregation(aggregator, result, fl_ctx):
+    """The log of rounds has the progress of each pass, and of the optimizer's step, until the aggregation ends."""
+    log, passes = RoundLog(None, lambda line: None), []
+    log.start_round(0)
+    note = log.on_aggregation_progress
+
+    def on_progress(progress):
+        note(progress)
+        passes.append(log.running().aggregation)
+
+    log.on_aggregation_progress = on_progress
+    job_context.set_offload(fl_ctx, SimpleNamespace(round_log=log, memory_budget="64MiB"))
+    mine = aggregator(rule="krum", rule_args={"num_byzantine": 1}, server_optimizer={"name": "fedadam", "lr": 0.01})
+    for site in range(1, 6):
+        mine.accept_model(result(f"site-{site}", a=[1.0, site], b=[3.0]))
+    mine.aggregate_model()
+    assert list(dict.fromkeys(progress.stage for progress in passes)) == ["pairwise distances", "krum", "fedadam"]
+    assert max(progress.done for progress in passes if progress.stage == "krum") == 5 * 12
+    assert log.running().aggregation is None
 
 
 @pytest.mark.parametrize("rule", rule_names())
