@@ -34,6 +34,7 @@ COMMANDS = (
     "convert",
     "export",
     "merge-lora",
+    "diff",
     "verify",
     "aggregate",
     "plan",
@@ -77,7 +78,7 @@ class LazyCommandGroup(click.Group):
 )
 @click.version_option(nvflare_lazy.__version__, prog_name=_NAME, message="%(prog)s %(version)s")
 def program() -> None:
-    """Make NVFlare jobs lazy, and inspect, convert, verify and aggregate checkpoints larger than memory."""
+    """Make NVFlare jobs lazy, and inspect, compare, convert, verify and aggregate checkpoints larger than memory."""
 
 
 class SignalReceived(BaseException):

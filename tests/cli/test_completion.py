@@ -97,7 +97,7 @@ def test_tab(shell, environment, tmp_path):
 
 
 def test_commands(environment):
-    """All commands are offered, whatever stands after them."""
+    """All commands are offered."""
     assert completions(environment, "nvflare-lazy", "") == list(COMMANDS)
     assert completions(environment, "nvflare-lazy", "unknown", "--") == ["--version", "--help"]
 
@@ -108,7 +108,7 @@ def test_values(environment):
 
 
 def test_does_not_load_torch(tmp_path):
-    """Tab must not wait for torch, whatever has been typed."""
+    """Completion never waits for torch."""
     words = ["nvflare-lazy", "convert", "a", "b", "--dtype", "f32", "--like", str(tmp_path), "--"]
     code = f"""if True:
         import os, sys

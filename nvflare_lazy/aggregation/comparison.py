@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`compare()`: the differences of two models, element by element, in one pass over both within bounded memory.
+
+`nvflare-lazy diff` prints them. Blocks of both models are read and compared by several threads; a block with values
+that are not finite, and a block of integers or complex numbers, is compared in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nvflare_lazy._system import available_cores
+from nvflare_lazy.aggregation._engine.memory_plan import MemoryPlan
+from nvflare_lazy.aggregation._engine.tile_pool import PassMonitor, run_tiles
+from nvflare_lazy.tensors.entry import entry_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from nvflare_lazy.aggregation._engine.memory_plan import Arena
+    from nvflare_lazy.tensors.dtypes import ElementType
+    from nvflare_lazy.tensors.entry import TensorEntry
+
+    Array = np.ndarray[Any, Any]
+
+# Elements that are compared at once: the memory for them fits into the cache of a core.
+_BLOCK = 1 << 16
+# Elements that a thread takes at once.
+_PIECE = 1 << 20
+# Two models, five arrays of real numbers, one of bools, four of integers as wide as an element, and gaps.
+_ARENA = 2 * _BLOCK * 16 + 5 * _BLOCK * 8 + _BLOCK + 4 * _BLOCK * 16 + (64 << 10)
+# Sums of squares between these have all digits of float32.
+_MIN_SQUARES, _MAX_SQUARES = 1e-20, 1e30
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The largest difference of equal elements: |a - b| <= atol + rtol |b|, as `numpy.allclose` and `torch.allclose`.
+
+    Attributes:
+        rtol: Factor of the absolute value in the second model.
+        atol: Absolute difference.
+    """
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """The difference of a tensor between two models, a and b.
+
+    Only elements that are finite in both count for the differences, the ULPs and the cosine.
+
+    Attributes:
+        name: Its name.
+        dtypes: Its types in a and in b.
+        shapes: Its shapes in a and in b. If they differ, the elements are not compared.
+        same: Whether shapes and elements are the same; without a tolerance, also the types.
+        elements: Number of elements.
+        different: Number of elements that are beyond the tolerance. NaN is the same as NaN, and an infinite value the
+            same as one with the same sign. For types without arithmetic, the number of different bytes.
+        non_finite: Number of those that are NaN or infinite in one of the models only, or in another way.
+        max_abs: Largest absolute difference.
+        mean_abs: Mean absolute difference.
+        max_rel: Largest absolute difference divided by the absolute value in b, where that is not zero.
+        mean_rel: Mean of it.
+        max_ulps: Largest number of steps from one element to the other, from number to next number of the type, as in
+            `numpy.testing.assert_array_max_ulp`. If the types differ, of the one with fewer digits, to which the other
+            tensor is rounded. None for types that are not floating-point types.
+        cosine: Cosine of the angle between the tensors as vectors. None if one of them is zero.
+        nan: Number of NaN in a and in b.
+        inf: Number of infinite values in a and in b.
+    """
+
+    name: str
+    dtypes: tuple[str, str]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    same: bool
+    elements: int = 0
+    different: int = 0
+    non_finite: int = 0
+    max_abs: float | None = None
+    mean_abs: float | None = None
+    max_rel: float | None = None
+    mean_rel: float | None = None
+    max_ulps: int | None = None
+    cosine: float | None = None
+    nan: tuple[int, int] = (0, 0)
+    inf: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The differences of two models.
+
+    Attributes:
+        only_in_a: Names of tensors that b does not have.
+        only_in_b: Names of tensors that a does not have.
+        tensors: The tensors of both, those that are not the same first, and the largest absolute difference first.
+    """
+
+    only_in_a: tuple[str, ...]
+    only_in_b: tuple[str, ...]
+    tensors: tuple[TensorDifference, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether both models have the same tensors, within the tolerance."""
+        return not self.only_in_a and not self.only_in_b and all(tensor.same for tensor in self.tensors)
+
+
+class _Pair:
+    """A tensor in both models, and the way to compare its blocks."""
+
+    def __init__(self, a: TensorEntry, b: TensorEntry) -> None:
+        self.a, self.b = a.rows(), b.rows()
+        self.has_numbers = all(_has_numbers(entry.element_type) for entry in (a, b))
+        self.numel = a.numel if self.has_numbers else a.nbytes
+        self.dtypes = (a.dtype, b.dtype) if self.has_numbers else (torch.uint8, torch.uint8)
+        real = [dtype for dtype in self.dtypes if dtype.is_floating_point]
+        self.is_real = len(real) == 2
+        # The arithmetic of narrower types loses digits, and that of 8 bits does not exist.
+        self.wide = torch.float64 if torch.float64 in real else torch.float32
+        floats = [dtype.to_real() if dtype.is_complex else dtype for dtype in self.dtypes]
+        all_float = all(dtype.is_floating_point for dtype in floats)
+        self.ulps = max(floats, key=lambda dtype: torch.finfo(dtype).eps) if all_float else None
+
+    @property
+    def element_bytes(self) -> int:
+        return self.dtypes[0].itemsize + self.dtypes[1].itemsize
+
+
+class _Piece(NamedTuple):
+    pair: int
+    start: int
+    length: int
+
+
+@dataclass
+class _Sums:
+    """The sums over some elements of a tensor."""
+
+    different: int = 0
+    non_finite: int = 0
+    finite: int = 0
+    sum_abs: float = 0.0
+    max_abs: float = 0.0
+    not_zero: int = 0
+    sum_rel: float = 0.0
+    max_rel: float = 0.0
+    max_ulps: int = 0
+    squares_a: float = 0.0
+    squares_b: float = 0.0
+    squares: float = 0.0
+    nan_a: int = 0
+    nan_b: int = 0
+    inf_a: int = 0
+    inf_b: int = 0
+
+    def add(self, other: _Sums) -> None:
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            setattr(self, name, max(mine, value) if name.startswith("max_") else mine + value)
+
+    def cosine(self) -> float | None:
+        """Return the cosine; it has the digits close to 1 that a product of the two would not have."""
+        a, b = math.sqrt(self.squares_a), math.sqrt(self.squares_b)
+        if not a * b:
+            return None
+        return max(-1.0, 1.0 - (self.squares - (a - b) ** 2) / (2 * a * b)) if self.squares else 1.0
+
+
+def compare(
+    a: Mapping[str, object],
+    b: Mapping[str, object],
+    tolerance: Tolerance | None = None,
+    *,
+    threads: int | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> Comparison:
+    """Compare two models. Each element is read once; memory use does not depend on the models.
+
+    Args:
+        a: A model: tensors or arrays by name, lazy or not.
+        b: The model to compare it with; relative differences are relative to it.
+        tolerance: Default: elements must have the same value, and tensors the same type.
+        threads: Number of threads. Default: one per core.
+        progress: Called with each number of bytes that have been compared, from any thread.
+
+    Example:
+        >>> compare(nvflare_lazy.open("a.safetensors"), nvflare_lazy.open("b.safetensors")).same
+        True
+    """
+    entries_a, entries_b = _entries(a), _entries(b)
+    names = [name for name in entries_a if name in entries_b]
+    # Tied tensors are read once.
+    pairs: dict[object, _Pair] = {}
+    key_of: dict[str, object] = {}
+    for name in names:
+        first, second = entries_a[name], entries_b[name]
+        if _shape(first) == _shape(second) and _comparable(first, second):
+            key_of[name] = key = (_identity(first), _identity(second))
+            if key not in pairs:
+                pairs[key] = _Pair(first, second)
+    sums = dict(zip(pairs, _run([*pairs.values()], tolerance or Tolerance(), threads, progress), strict=True))
+    found = []
+    for name in names:
+        difference = _describe(name, entries_a[name], entries_b[name], needs_type=tolerance is None)
+        if name in key_of:
+            difference = _complete(difference, pairs[key_of[name]], sums[key_of[name]])
+        found.append(difference)
+    found.sort(key=lambda each: (each.same, each.elements > 0, -each.non_finite, -(each.max_abs or 0.0)))
+    return Comparison(
+        tuple(name for name in entries_a if name not in entries_b),
+        tuple(name for name in entries_b if name not in entries_a),
+        tuple(found),
+    )
+
+
+def _entries(model: Mapping[str, object]) -> dict[str, TensorEntry]:
+    entries = getattr(model, "entries", None)
+    return dict(entries) if entries is not None else {name: entry_of(value) for name, value in model.items()}
+
+
+def _identity(entry: TensorEntry) -> object:
+    return id(entry.source), entry.storage_offset, entry.strides, entry.shape, entry.element_type
+
+
+def _has_numbers(kind: ElementType) -> bool:
+    return kind.torch is not None and kind.packed == 1
+
+
+def _comparable(a: TensorEntry, b: TensorEntry) -> bool:
+    """Whether elements can be compared: two types with arithmetic, or bytes of one type."""
+    return a.element_type == b.element_type or (_has_numbers(a.element_type) and _has_numbers(b.element_type))
+
+
+def _shape(entry: TensorEntry) -> tuple[int, ...]:
+    packed = entry.element_type.packed
+    return (*entry.shape[:-1], entry.shape[-1] * packed) if packed != 1 and entry.shape else entry.shape
+
+
+def _describe(name: str, a: TensorEntry, b: TensorEntry, *, needs_type: bool) -> TensorDifference:
+    kinds = (a.element_type, b.element_type)
+    dtypes = [kind.name or str(kind.torch).removeprefix("torch.") for kind in kinds]
+    same = _shape(a) == _shape(b) and (kinds[0] == kinds[1] or (not needs_type and _comparable(a, b)))
+    return TensorDifference(name, (dtypes[0], dtypes[1]), (_shape(a), _shape(b)), same)
+
+
+def _complete(found: TensorDifference, pair: _Pair, sums: _Sums) -> TensorDifference:
+    same = found.same and not sums.different
+    if not pair.has_numbers:
+        return replace(found, same=same, elements=math.prod(found.shapes[0]), different=sums.different)
+    return replace(
+        found,
+        same=same,
+        elements=pair.numel,
+        different=sums.different,
+        non_finite=sums.non_finite,
+        max_abs=sums.max_abs,
+        mean_abs=sums.sum_abs / sums.finite if sums.finite else 0.0,
+        max_rel=sums.max_rel,
+        mean_rel=sums.sum_rel / sums.not_zero if sums.not_zero else 0.0,
+        max_ulps=sums.max_ulps if pair.ulps else None,
+        cosine=sums.cosine(),
+        nan=(sums.nan_a, sums.nan_b),
+        inf=(sums.inf_a, sums.inf_b),
+    )
+
+
+def _run(
+    pairs: Sequence[_Pair],
+    tolerance: Tolerance,
+    threads: int | None,
+    progress: Callable[[int], object] | None,
+) -> list[_Sums]:
+    """Return the sums of each pair. They are added in the order of the elements, whatever the number of threads."""
+    sums = [_Sums() for _ in pairs]
+
+    def work(pieces: list[_Piece], arena: Arena) -> list[tuple[int, _Sums]]:
+        found = []
+        for piece in pieces:
+            pair, part = pairs[piece.pair], _Sums()
+            for start in range(piece.start, piece.start + piece.length, _BLOCK):
+                count = min(_BLOCK, piece.start + piece.length - start)
+                mark = arena.mark()
+                part.add(_Block(pair, start, count, arena).compare(tolerance))
+                arena.release(mark)
+            if progress is not None:
+                progress(piece.length * pair.element_bytes)
+            found.append((piece.pair, part))
+        return found
+
+    def collect(found: list[tuple[int, _Sums]]) -> None:
+        for index, part in found:
+            sums[index].add(part)
+
+    plan = MemoryPlan(threads or available_cores(), _BLOCK, _ARENA)
+    run_tiles(_tasks(pairs), work, plan, PassMonitor(), collect=collect)
+    return sums
+
+
+def _tasks(pairs: Sequence[_Pair]) -> Iterator[list[_Piece]]:
+    """Yield the pieces that one thread works on: parts of a large tensor, or many small tensors."""
+    task: list[_Piece] = []
+    room = _PIECE
+    for index, pair in enumerate(pairs):
+        for start in range(0, pair.numel, _PIECE):
+            piece = _Piece(index, start, min(_PIECE, pair.numel - start))
+            if piece.length > room:
+                yield task
+                task, room = [], _PIECE
+            task.append(piece)
+            room -= piece.length
+    if task:
+        yield task
+
+
+class _Block:
+    """Some consecutive elements of a pair, read into memory."""
+
+    def __init__(self, pair: _Pair, start: int, count: int, arena: Arena) -> None:
+        self._pair, self._count, self._arena = pair, count, arena
+        self.a, self.b = (
+            self._read(source, dtype, start) for source, dtype in zip((pair.a, pair.b), pair.dtypes, strict=True)
+        )
+
+    def _read(self, source: Any, dtype: torch.dtype, start: int) -> torch.Tensor:
+        raw, buffer = self._arena.take_buffer(torch.uint8, self._count * dtype.itemsize)
+        source.read_into(buffer, start * dtype.itemsize)
+        return raw.view(dtype)
+
+    def compare(self, tolerance: Tolerance) -> _Sums:
+        """Return the sums of the block."""
+        if not self._pair.has_numbers:
+            return _Sums(different=int((self.a != self.b).sum()))
+        return (self._fast(tolerance) if self._pair.is_real else None) or self._exact(tolerance)
+
+    # ---- finite real numbers, in few operations ----------------------------------------------------------------------
+
+    def _wide(self, values: torch.Tensor) -> torch.Tensor:
+        dtype = self._pair.wide
+        if values.dtype is dtype:
+            return values
+        wide = self._arena.take(dtype, self._count)
+        if values.dtype.itemsize == 1:
+            # torch takes ten times as long to convert them.
+            np.take(_table(values.dtype, dtype), values.view(torch.uint8).numpy(), out=wide.numpy(), mode="clip")
+            return wide
+        return wide.copy_(values)
+
+    def _fast(self, tolerance: Tolerance) -> _Sums | None:
+        """Return the sums, or None if some values are not finite, or out of the range of squares.
+
+        torch adds faster than NumPy, and NumPy compares faster than torch.
+        """
+        x, y = self._wide(self.a), self._wide(self.b)
+        found = _Sums(finite=self._count, squares_a=float(torch.dot(x, x)), squares_b=float(torch.dot(y, y)))
+        if not (_is_precise(found.squares_a, x) and _is_precise(found.squares_b, y)):
+            return None
+        errors, error = self._take(x.dtype)
+        _, size = self._take(x.dtype)
+        _, mask = self._take(torch.bool)
+        np.abs(np.subtract(x.numpy(), y.numpy(), out=error), out=error)
+        np.abs(y.numpy(), out=size)
+        found.not_zero = int(np.count_nonzero(np.greater(size, 0, out=mask)))
+        found.max_abs = float(error.max())
+        if not found.max_abs:
+            return found
+        found.sum_abs, found.squares = float(errors.sum()), float(torch.dot(errors, errors))
+        if tolerance.rtol:
+            _, limit = self._take(x.dtype)
+            np.add(np.multiply(size, tolerance.rtol, out=limit), tolerance.atol, out=limit)
+            found.different = int(np.count_nonzero(np.greater(error, limit, out=mask)))
+        elif found.max_abs > tolerance.atol:
+            found.different = int(np.count_nonzero(np.greater(error, tolerance.atol, out=mask)))
+        if found.not_zero < self._count:
+            size[size == 0] = math.inf
+        found.max_rel, found.sum_rel = float(np.divide(error, size, out=error).max()), float(errors.sum())
+        if not math.isfinite(found.sum_rel):
+            return None
+        found.max_ulps = self._ulps(None)
+        return found
+
+    def _take(self, dtype: torch.dtype, count: int | None = None) -> tuple[torch.Tensor, Array]:
+        """Return memory for the block, as a tensor and as an array."""
+        values = self._arena.take(dtype, count or self._count)
+        return values, values.numpy()
+
+    # ---- all other values, in float64 --------------------------------------------------------------------------------
+
+    def _exact(self, tolerance: Tolerance) -> _Sums:
+        x, y = _as_numpy(self.a), _as_numpy(self.b)
+        found = _Sums(
+            nan_a=int(np.isnan(x).sum()),
+            nan_b=int(np.isnan(y).sum()),
+            inf_a=int((np.isinf(x) & ~np.isnan(x)).sum()),
+            inf_b=int((np.isinf(y) & ~np.isnan(y)).sum()),
+        )
+        finite = np.isfinite(x) & np.isfinite(y)
+        found.finite = int(finite.sum())
+        if found.finite < self._count:
+            odd_x, odd_y = x[~finite], y[~finite]
+            same = (odd_x == odd_y) | (np.isnan(odd_x) & np.isnan(odd_y))
+            found.non_finite = found.different = int((~same).sum())
+            x, y = x[finite], y[finite]
+        if not found.finite:
+            return found
+        error, size = _distance(x, y), np.abs(_as_double(y))
+        found.different += int((error > tolerance.atol + tolerance.rtol * size).sum())
+        found.max_abs, found.sum_abs = float(error.max()), float(error.sum())
+        found.squares = float(np.dot(error, error))
+        found.squares_b = float(np.dot(size, size))
+        size_a = np.abs(_as_double(x))
+        found.squares_a = float(np.dot(size_a, size_a))
+        not_zero = size != 0
+        found.not_zero = int(not_zero.sum())
+        if found.not_zero:
+            ratio = error[not_zero] / size[not_zero]
+            found.max_rel, found.sum_rel = float(ratio.max()), float(ratio.sum())
+        if self._pair.ulps is not None:
+            found.max_ulps = self._ulps(finite)
+        return found
+
+    def _ulps(self, finite: Array | None) -> int:
+        """Return the largest distance in steps between neighboring numbers, of all or some elements."""
+        dtype = self._pair.ulps
+        assert dtype is not None
+        first, second = (self._steps(_of_type(values, dtype)) for values in (self.a, self.b))
+        if finite is not None:
+            finite = finite.repeat(len(first) // len(finite))
+            first, second = first[finite], second[finite]
+        high = np.maximum(first, second)
+        np.subtract(high, np.minimum(first, second, out=first), out=high)
+        # The difference of two signed numbers always fits into an unsigned one.
+        return int(high.view(f"u{high.itemsize}").max())
+
+    def _steps(self, values: torch.Tensor) -> Array:
+        """Return integers that are in the order of the values, with neighbors one apart; both zeros are 0."""
+        width = 8 * values.dtype.itemsize
+        integer: torch.dtype = getattr(torch, f"int{width}")
+        bits = values.view(integer).numpy()
+        if values.dtype is getattr(torch, "float8_e8m0fnu", None):
+            return bits.view(np.uint8).astype(np.int16)
+        sign, steps = (self._take(integer, len(bits))[1] for _ in range(2))
+        np.right_shift(bits, width - 1, out=sign)
+        np.bitwise_and(sign, np.iinfo(bits.dtype).max, out=steps)
+        np.bitwise_xor(steps, bits, out=steps)
+        return np.subtract(steps, sign, out=steps)
+
+
+@lru_cache
+def _table(dtype: torch.dtype, wide: torch.dtype) -> Array:
+    """Return the values of a type of 8 bits, by their bits."""
+    values: Array = torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32).to(wide).numpy()
+    return values
+
+
+def _is_precise(squares: float, values: torch.Tensor) -> bool:
+    """Whether a sum of squares in float32 has its digits, so also whether the values are finite."""
+    return _MIN_SQUARES < squares < _MAX_SQUARES or not torch.count_nonzero(values)
+
+
+def _of_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the real numbers of a tensor, rounded to a type."""
+    if values.is_complex():
+        values = values.view(values.dtype.to_real())
+    return (
+        values
+        if values.dtype is dtype
+        else values.to(torch.float32).to(dtype)
+        if dtype.itemsize == 1
+        else values.to(dtype)
+    )
+
+
+def _as_numpy(values: torch.Tensor) -> Array:
+    """Return the values in a type of NumPy that has them all."""
+    if values.dtype is torch.bool:
+        values = values.view(torch.uint8)
+    elif values.dtype is torch.complex32:
+        # torch warns that this type is experimental, except in views.
+        values = values.view(torch.float16).to(torch.float32).view(torch.complex64)
+    elif values.dtype.is_floating_point:
+        values = values.to(torch.float32 if values.dtype.itemsize < 8 else torch.float64)
+    array: Array = values.numpy()
+    return array
+
+
+def _as_double(values: Array) -> Array:
+    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
+
+
+def _distance(x: Array, y: Array) -> Array:
+    """Return the absolute differences in float64; those of integers are exact before they are rounded."""
+    if x.dtype.kind in "iu" and y.dtype.kind in "iu":
+        common = np.result_type(x, y)
+        if common.kind in "iu":
+            wide = np.uint64 if common.kind == "u" else np.int64
+            x, y = x.astype(wide), y.astype(wide)
+            exact: Array = np.maximum(x, y).view(np.uint64) - np.minimum(x, y).view(np.uint64)
+            return exact.astype(np.float64)
+    distance: Array = np.abs(_as_double(x) - _as_double(y))
+    return distance
