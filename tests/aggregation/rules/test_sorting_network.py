@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -72,3 +73,19 @@ def test_networks_for_many_contributors():
             values[:, low], values[:, high] = pair.min(axis=1), pair.max(axis=1)
         assert np.array_equal(values, expected)
         assert len(sorting_network(wires, wires // 2, wires // 2)) < len(sorting_network(wires, 0, wires - 1))
+
+
+@pytest.mark.parametrize("largest", [0x60000000, 0x7F7FFFFF], ids=["halved", "overflowing"])
+def test_medians_of_two_have_the_bits_of_float64(tmp_path, largest):
+    """Whether computed in float32, or, if a sum overflows there, in float64; with numbers of every exponent."""
+    random = np.random.default_rng(largest)
+    bits = random.integers(0, largest, (2, 20_000)) | random.integers(0, 2, (2, 20_000)) << 31
+    bits[1, :5000] = bits[0, :5000] ^ random.integers(0, 8, 5000)
+    bits[:, 5000:9000] &= 0x807FFFFF
+    bits[:, 9000] = largest
+    low, high = matrix = torch.from_numpy(bits.astype(np.uint32).view(np.float32))
+    expected = ((low.double().add(0.0) + high.double().add(0.0)) / 2).float()
+    result = aggregate({"a": {"w": low}, "b": {"w": high}}, tmp_path / "m", "median", fsync=False)["w"].materialize()
+    assert torch.equal(result.view(torch.int32), expected.view(torch.int32))
+    assert torch.isfinite(matrix).all()
+    assert math.isinf((low + high).abs().max()) is (largest == 0x7F7FFFFF)
