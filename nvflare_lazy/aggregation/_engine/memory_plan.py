@@ -6,6 +6,8 @@ Each thread allocates its memory once; nothing is allocated while tiles are read
 
 from __future__ import annotations
 
+import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +27,7 @@ _ALIGNMENT = 64
 # For the gaps between aligned tensors.
 _SLACK = 16 << 10
 _MAX_VIEWS = 512
+_HUGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,13 @@ class MemoryPlan:
 
 
 def plan_memory(
-    budget: int, bytes_per_element: int, *, threads: int | None = None, tile: int | None = None, fixed: int = 0
+    budget: int,
+    bytes_per_element: int,
+    *,
+    threads: int | None = None,
+    tile: int | None = None,
+    longest: int = 1 << 62,
+    fixed: int = 0,
 ) -> MemoryPlan:
     """Return the number of threads and the tile size that fit into the budget.
 
@@ -52,11 +61,12 @@ def plan_memory(
         bytes_per_element: Bytes for each element of a tile, in all buffers together.
         threads: Maximum number of threads. Default: one per core.
         tile: Maximum number of elements of a tile. Default: the fastest size.
+        longest: Elements of the longest vector; a tile is not longer. Default: unknown.
         fixed: Bytes that each thread needs in addition to its tile.
     """
     fixed += _SLACK
     fast = max(_COMFORTABLE_TILE, min(_MAX_TILE, _CACHE_SHARE // bytes_per_element))
-    most = max(BLOCK, (tile or fast) // BLOCK * BLOCK)
+    most = max(BLOCK, min((tile or fast) // BLOCK, -(-longest // BLOCK)) * BLOCK)
     for count in range(threads or available_cores(), 0, -1):
         fitting = (budget // count - fixed) // bytes_per_element // BLOCK * BLOCK
         if fitting >= min(most, _COMFORTABLE_TILE) or (count == 1 and fitting >= BLOCK):
@@ -75,7 +85,7 @@ class Arena:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        self._memory = _new_memory(nbytes)
         self._bytes = storage_bytes(self._memory)
         self._top = 0
         # Every tile takes the same few tensors, and creating one costs as much as adding 10,000 numbers.
@@ -106,3 +116,19 @@ class Arena:
     def release(self, mark: int) -> None:
         """Release everything that was taken since the mark."""
         self._top = mark
+
+
+def _new_memory(nbytes: int) -> torch.Tensor:
+    """Return memory that starts at a huge page and consists of them, except for its end.
+
+    Every tile passes through all of it. With small pages, the processor looks up more addresses, and a mean in float32
+    took 3 % more processor time.
+    """
+    pages = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    start = -memory.data_ptr() % _HUGE_PAGE
+    whole = nbytes // _HUGE_PAGE * _HUGE_PAGE
+    if whole and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE, start, whole)
+    return memory[start : start + nbytes]

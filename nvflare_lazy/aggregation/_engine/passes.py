@@ -89,6 +89,7 @@ class Engine:
             reduction.bytes_per_element(count) + out_bytes + _buffer_bytes(self.groups),
             threads=self.threads,
             tile=self._tile_of(self.groups),
+            longest=max(group.numel for group in self.groups),
         )
 
         def work(task: tuple[TensorGroup, int], arena: Arena) -> None:

@@ -36,6 +36,10 @@ class TestMemoryPlan:
         assert plan.tile * per_element + fixed <= plan.arena
         assert plan.tile <= max(tile or 1 << 62, BLOCK)
 
+    def test_a_short_vector_takes_little(self):
+        """A tile is not longer than what there is to reduce."""
+        assert plan_memory(64 << 20, 48, longest=BLOCK + 1).tile == 2 * BLOCK
+
     def test_fewer_threads_rather_than_tiny_tiles(self):
         """Eight threads on 2 MiB would spend their time on calls."""
         assert plan_memory(2 << 20, 48, threads=8).threads < 8
@@ -56,6 +60,12 @@ class TestArena:
         assert np.frombuffer(buffer, np.float32).tolist() == [7] * 100
         arena.release(mark)
         assert arena.take(torch.float64, 10) is second
+
+    def test_starts_at_a_huge_page(self):
+        """Otherwise, the kernel could use fewer of them."""
+        arena = Arena(4 << 20)
+        assert arena.take(torch.uint8, 1).data_ptr() % (2 << 20) == 0
+        assert arena.take(torch.uint8, (4 << 20) - 64).fill_(1).sum() == (4 << 20) - 64
 
     def test_more_than_announced(self):
         """A rule that takes more than it said is a mistake in the rule."""
