@@ -178,7 +178,7 @@ def mean_into(out: torch.Tensor, read: Callable[[int], torch.Tensor], weights: W
         round_into(out, mean.divide_rounded(), arena)
     else:
         mean = _Mean(out, read, weights.guarded, arena)
-        if mean.add_up():
+        if mean.add_up(track_rounding=True):
             round_into(out, mean.divide_rounded(), arena)
         else:
             mean.finish_exact()
@@ -221,9 +221,13 @@ class _Mean:
         yield self._arena.take(torch.float64, count)
         self._arena.release(mark)
 
-    def add_up(self) -> bool:
-        """Sum the terms; return whether the sums are known to be exact and, for integer results, below 2^51."""
-        flag = inexact_flag() if self._weights.whole else None
+    def add_up(self, *, track_rounding: bool = False) -> bool:
+        """Sum the terms.
+
+        Returns:
+            With `track_rounding`, whether the sums are known to be exact and, for integer results, below 2^51.
+        """
+        flag = inexact_flag() if track_rounding and self._weights.whole else None
         exact = flag is not None
         total = self.sum
         with self._spare(total.numel()) as term:
