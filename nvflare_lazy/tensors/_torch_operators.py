@@ -38,6 +38,7 @@ class OperatorTraits:
         is_pure: Whether it only reads the elements of its arguments, and no result shares memory with them.
         reads_geometry_only: Whether the operator uses only the geometry of its first argument.
         needs_storage: Whether the operator accesses the storage of an argument, beyond the tensor.
+        is_pointwise: Whether each element of a result depends on the elements at its position only.
     """
 
     def __init__(self, func: Any) -> None:
@@ -64,6 +65,7 @@ class OperatorTraits:
         self.is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
         self.reads_geometry_only = name.startswith("new_") or name.endswith("_like")
         self.needs_storage = name.startswith(_NEED_THE_STORAGE)
+        self.is_pointwise = torch.Tag.pointwise in func.tags
         self.is_pure = not (
             self.returns_views
             or self.is_composite
@@ -106,19 +108,34 @@ def is_pure(func: Any) -> bool:
     first tensor subclass that it sees makes torch import `torch.distributed.tensor` and SymPy, half a second of
     processor time.
     """
+    traits = _traits_of(func)
+    return bool(traits) and all(each.is_pure for each in traits)
+
+
+@cache
+def is_pointwise(func: Any) -> bool:
+    """Whether a function computes each element by itself: then its results do not depend on the position in memory.
+
+    A matrix product may: libraries choose another order of additions for memory that is not aligned.
+    """
+    traits = _traits_of(func)
+    return bool(traits) and all(each.is_pointwise for each in traits)
+
+
+def _traits_of(func: Any) -> list[OperatorTraits]:
+    """Return the traits of all operators that a function of torch may call, or none if that is not known."""
     kind, _, name = getattr(func, "__qualname__", "").rpartition(".")
     packet = getattr(torch.ops.aten, name, None) if kind in ("TensorBase", "_VariableFunctionsClass") else None
     if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return False
+        return []
     overloads = [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
-    traits = [
+    return [
         operator_traits(overload)
         for overload in overloads
         # TorchScript's own overloads, for lists and numbers, have no kernel. The caller handles `out`.
         if torch._C._dispatch_has_kernel(overload.name())
         and not any(argument.is_out for argument in overload._schema.arguments)
     ]
-    return bool(traits) and all(each.is_pure for each in traits)
 
 
 # A complex tensor's conjugate and its imaginary part are marked by these bits; the operation itself is still pending.

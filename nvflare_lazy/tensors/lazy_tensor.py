@@ -22,6 +22,7 @@ from nvflare_lazy.tensors._storage import Geometry, LazyStorage
 from nvflare_lazy.tensors._torch_operators import (
     LoadCache,
     OperatorTraits,
+    is_pointwise,
     is_pure,
     operator_traits,
     pending_signs_enabled,
@@ -232,7 +233,7 @@ class LazyTensor(UndispatchedMethods):
                     raise_immutable(f"{func.__name__}(out=...)")
                 args, kwargs = _replaced((args, kwargs), _load_with_gradient)
             elif is_pure(func) and not torch_is_watched() and not _needs_gradient((args, kwargs)):
-                args, kwargs = _replaced((args, kwargs), _load_for_pure)
+                args, kwargs = _replaced((args, kwargs), _load_to_read if is_pointwise(func) else _loads.load)
             return func(*args, **kwargs)
 
     @classmethod
@@ -356,8 +357,8 @@ def _can_fill(target: torch.Tensor, lazy: object) -> bool:
     )
 
 
-def _load_for_pure(lazy: LazyTensor) -> torch.Tensor:
-    """Return the elements for an operator that only reads them, and whose result does not share their memory.
+def _load_to_read(lazy: LazyTensor) -> torch.Tensor:
+    """Return the elements for a pointwise operator, whose result does not share their memory.
 
     Without a copy, the next operator follows at once. OpenMP's threads wait for it in a loop of some milliseconds: a
     client's processor time was a fifth longer with a copy between the operators.

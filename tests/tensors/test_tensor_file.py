@@ -108,7 +108,7 @@ def lazy_part(file, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64], ids=str)
 def test_operators_use_a_mapping(tmp_path, dtype):
-    """An operator that only reads a large tensor computes on the page cache, and gives what it gives in memory."""
+    """A pointwise operator computes on the page cache, and gives what it gives in memory."""
     lazy = lazy_part(finished_file(tmp_path / "f"), dtype)
     in_memory = lazy.materialize()
     before = rchar()
@@ -118,6 +118,14 @@ def test_operators_use_a_mapping(tmp_path, dtype):
     assert copied == (dtype == torch.float64)
     del lazy
     assert torch.equal(result.view(torch.uint8), in_memory.mul(3).view(torch.uint8))
+
+
+def test_sums_are_computed_in_aligned_memory(tmp_path):
+    """Libraries may add in another order elsewhere: only pointwise operators use a mapping."""
+    lazy = lazy_part(finished_file(tmp_path / "f"))
+    before = rchar()
+    lazy.sum()
+    assert rchar() - before > lazy.nbytes
 
 
 def test_files_of_others_are_not_mapped(tmp_path):
