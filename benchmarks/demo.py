@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make demo`: the same federated job on stock NVFlare and on nvflare-lazy, with a chart of the server's memory."""
+"""`make demo`: the same federated job on stock NVFlare and on nvflare-lazy, with a chart of memory and a report."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from statistics import mean
 
 from benchmarks import charts
 from benchmarks.fl_job import MIB, FLJob, RunResult, run
+from nvflare_lazy.report import RecordFile, read_job, summarize
+from nvflare_lazy.report.page import page
 
 MODES = ("stock", "level-2", "level-3")
 
@@ -29,6 +31,7 @@ def main() -> int:
         flush=True,
     )
     results: list[RunResult] = []
+    records: list[RecordFile] = []
     for mode in MODES:
         print(f"  {charts.NAMES[mode]} ...", end=" ", flush=True)
         directory = Path(tempfile.mkdtemp(prefix="nvflare-lazy-demo-"))
@@ -39,6 +42,8 @@ def main() -> int:
                 ),
                 directory,
             )
+            if mode != "stock" and result.ok:
+                records = read_job(result.workspace)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         if not result.ok:
@@ -59,7 +64,10 @@ def main() -> int:
         f"Server memory of one FedAvg job: {options.model_mib} MiB model, {options.clients} clients, "
         f"{options.rounds} rounds, simulator",
     )
+    report = options.out.with_suffix(".html")
+    report.write_text(page(summarize(records)), encoding="utf-8")
     print(f"\nThe chart is in {options.out.resolve()}")
+    print(f"The report of the last job is in {report.resolve()}")
     return 0
 
 

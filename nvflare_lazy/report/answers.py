@@ -177,12 +177,14 @@ def _disk(report: JobReport) -> Answer:
     )
     models = f"; plus {format_size(size)} for each model that it saves" if size else ""
     at_least = "so far, " if report.status is None else ""
+    free = [each.scratch_free_bytes for each in report.processes if each.scratch_free_bytes is not None]
+    had = f"; at the start, {format_size(min(free))} were free" if free else ""
     _, highest = max(used, key=lambda each: each[1].nbytes)
     return Answer(
         "Disk for a next run",
         f"{format_size(total)} of scratch",
         f"{at_least}{', '.join(parts)}, all on one disk in the worst case; the highest peak was "
-        f"{duration(highest.seconds)} after the start{models}",
+        f"{duration(highest.seconds)} after the start{models}{had}",
     )
 
 

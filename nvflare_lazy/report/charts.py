@@ -277,7 +277,7 @@ def _durations(rounds: Sequence[Round]) -> Chart:
     parts: tuple[tuple[str, Callable[[Round], float]], ...] = (
         ("waiting for results", lambda round_: round_.waiting_seconds),
         ("aggregation", lambda round_: round_.aggregation_seconds),
-        ("the rest, such as saving", lambda round_: round_.other_seconds),
+        ("other: start, send, save", lambda round_: round_.other_seconds),
     )
     longest = max(rounds, key=lambda round_: round_.seconds)
     rows = tuple(

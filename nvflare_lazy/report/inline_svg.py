@@ -43,7 +43,12 @@ def inline(document: str, name: str, title: str, description: str, palette: dict
         _rename(element, name, used)
         for key, value in list(element.attrib.items()):
             element.set(key, _recolored(key, value, palette))
-    root.attrib = {"viewBox": root.get("viewBox", ""), "role": "img", "aria-labelledby": f"{name}-t {name}-d"}
+    root.attrib = {
+        "viewBox": root.get("viewBox", ""),
+        "role": "img",
+        "aria-labelledby": f"{name}-t",
+        "aria-describedby": f"{name}-d",
+    }
     for index, (tag, text) in enumerate((("title", title), ("desc", description))):
         element = ElementTree.Element(tag, {"id": f"{name}-{tag[0]}"})
         element.text = text

@@ -86,7 +86,7 @@ class Round:
         end: When it ended, in seconds that the job ran.
         time: The same in seconds since 1970.
         waiting_seconds: Time until the last result was received.
-        other_seconds: The remaining time, such as that of saving the model.
+        other_seconds: The remaining time: start of the clients, sending, saving.
         model: The path of the checkpoint.
     """
 

@@ -33,7 +33,7 @@ def test_the_answers_of_a_finished_job(tmp_path: Path):
         "highest of all processes: site-1 trainer, 300.0 MiB",
         "Disk for a next run": "902.0 MiB of scratch; server 302.0 MiB, each client up to 100.0 MiB, "
         "each trainer up to 100.0 MiB, all on one disk in the worst case; the highest peak was 26.0 s after the start; "
-        "plus 1.0 MiB for each model that it saves",
+        "plus 1.0 MiB for each model that it saves; at the start, 48.8 GiB were free",
         "Model": f"model.safetensors; {model}: 1.0 MiB, saved by server after round 2",
         "Transport": "in segments; 900.0 MiB received: in segments 900.0 MiB",
     }
