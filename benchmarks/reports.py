@@ -79,14 +79,14 @@ JOBS: dict[str, Callable[[Path], RunResult]] = {each.__name__: each for each in 
 
 def keep_records(result: RunResult, target: Path) -> None:
     """Write the records of all sites to a zip file."""
-    files = {str(path.relative_to(result.workspace)): path for path in result.workspace.rglob(FILE_NAME)}
-    if not result.server_run_dir.is_relative_to(result.workspace):
-        # A deployment has archived it; this is the download.
-        files[f"server/{result.server_run_dir.parent.name}/{FILE_NAME}"] = result.server_run_dir / FILE_NAME
+    server = result.server_run_dir / FILE_NAME
+    files = {path.parents[1].name: path for path in result.workspace.rglob(FILE_NAME) if path != server}
+    if server.exists():  # in a deployment, in a download; in swarm learning, the server has none
+        files["server"] = server
     target.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, path in sorted(files.items()):
-            archive.write(path, name)
+        for site, path in sorted(files.items()):
+            archive.write(path, f"{site}/{FILE_NAME}")
 
 
 def draw(name: str, place: Path) -> None:

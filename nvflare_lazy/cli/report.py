@@ -66,7 +66,7 @@ def report(run: Path, job: str | None, out: Path, png: Path | None, as_json: boo
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replace a file as a whole: a browser may reload it at any time."""
+    """Replace a file atomically, since a browser may reload it at any time."""
     incomplete = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(incomplete, "xb") as file:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers of a report in sentences: state, slow clients, skipped clients, peaks, disk, model and transport.
+"""The answers of a report in sentences: state, clients, peaks, disk, model and transport.
 
 The page, the picture and the terminal show the same ones.
 """
@@ -17,13 +17,13 @@ from nvflare_lazy.report.job_report import JobReport
 
 _MAX_TEXT = 160
 _MAX_LISTED = 3
-# A client is called slow if the rounds would be shorter by at least this part without it.
+# A slow client makes all rounds longer by at least this part.
 _NOTABLE = 0.05
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the report says about one question.
+    """The answer of a report to one question.
 
     Attributes:
         name: The question, in a word or two.
@@ -114,7 +114,7 @@ def _slowest(report: JobReport) -> Answer:
         longest = max(timed, key=lambda client: client.median_seconds or 0.0)
         return Answer(
             "Slowest client",
-            "none stands out",
+            "no slow client",
             f"{shortened(longest.name, 40)} has the longest median, {duration(longest.median_seconds or 0.0)}; "
             f"no client delays the rounds by {_NOTABLE:.0%}",
         )

@@ -2,7 +2,7 @@
 """The charts of a report, each with its numbers as a table: as SVG for the page, and together as one picture.
 
 Series differ in marker, dash or hatch and have their names at the line, so that a chart can be read without color. The
-colors are those of `PALETTE`, which the page replaces by its own for light and dark.
+page replaces the colors of `PALETTE` by its own for light and dark.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: Colors of the picture, by the name of the variable that the page has for each.
+#: Color of the picture for each variable of the page.
 PALETTE = {
     "ink": "#1b1f24",
     "muted": "#59636e",

@@ -130,7 +130,7 @@ class Client:
         delay_seconds: Time that all rounds would have been shorter without its results.
         result_bytes: Size of its largest result.
         results_bytes: Size of all its results.
-        received: What it received, by its own records.
+        received: What it received from other sites, by its own records.
         sent: What it sent, by its own records.
     """
 
@@ -149,7 +149,7 @@ class Client:
 
     @property
     def traffic(self) -> dict[str, int]:
-        """Bytes that it received and sent; without records of its own, those that were received from it."""
+        """Bytes that it received and sent; without its records, bytes that the server received."""
         nbytes = {"received": self.received.nbytes if self.received else 0, "sent": self.results_bytes}
         if self.sent:
             nbytes["sent"] = self.sent.nbytes
@@ -416,7 +416,11 @@ class _Results:
 
 
 def _traffic(own: RecordFile | None, direction: str) -> Traffic | None:
-    transfers = [each for each in own.records.transfers if each.direction == direction] if own else []
+    # Not those between a client job and its own external trainer.
+    if own is None:
+        return None
+    found = [each for each in own.records.transfers if each.direction == direction]
+    transfers = [each for each in found if each.peer.split(".")[0] != own.site]
     if not transfers:
         return None
     ways: dict[str, int] = defaultdict(int)

@@ -273,7 +273,8 @@ def _processes(report: JobReport) -> _Html:
     caption = _caption("Processes", len(shown), len(report.processes))
     parts = [_table(caption, header, rows, ("role", "state", "records"))]
     for each in shown:
-        if each.settings or each.versions:
+        # A trainer has those of its client job.
+        if each.role in ("server", "client") and (each.settings or each.versions):
             pairs = {**each.settings, **{f"version of {name}": version for name, version in each.versions.items()}}
             listed = [
                 (shortened(name, 60), shortened(str(value), 200)) for name, value in list(pairs.items())[:_MAX_ROWS]

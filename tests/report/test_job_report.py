@@ -81,7 +81,7 @@ def test_swarm_learning(tmp_path: Path):
 def test_no_client_is_called_slow_without_a_reason(tmp_path: Path):
     """Clients that take the same time, one client, and records without any result."""
     same = write(tmp_path / "same" / FILE_NAME, server_records(slow=""))
-    assert told(same)["Slowest client"].startswith("none stands out; ")
+    assert told(same)["Slowest client"].startswith("no slow client; ")
     one = write(tmp_path / "one" / FILE_NAME, server_records(clients=["site-1"]))
     assert told(one)["Slowest client"] == "site-1; the only one, 2.0 s for a result"
     none = write(
