@@ -58,6 +58,7 @@ class RoundLog:
         self._explain = explain
         self._log = log
         self._on_round_end = on_round_end
+        self.last_model: str | None = None
         self._lock = threading.RLock()
         self._record: RoundRecord | None = None
         self._started = 0.0
@@ -230,8 +231,9 @@ class RoundLog:
                 self._record.metrics = dict(metrics or {})
 
     def on_saved(self, model: Path) -> None:
-        """Record the checkpoint of the round."""
+        """Record a checkpoint: that of the round, or one that is saved after the last round, as in swarm learning."""
         with self._lock:
+            self.last_model = str(model)
             if self._record is not None:
                 self._record.model = str(model)
 

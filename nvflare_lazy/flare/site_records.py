@@ -94,7 +94,7 @@ class SiteRecords:
             else signal is not None and bool(signal.triggered)
         )
         status = "failed" if self._failure is not None else "aborted" if aborted else "finished"
-        self._log.write(EndRecord(status=status, reason=self._failure))
+        self._log.write(EndRecord(status=status, reason=self._failure, model=self._log.last_model))
 
     def _on_transfer(self, transfer: TransferRecord) -> None:
         self._log.on_transfer(transfer)

@@ -220,11 +220,13 @@ class EndRecord(Record):
     Attributes:
         status: "finished", "aborted" or "failed".
         reason: Why the job failed, if a component has reported it.
+        model: The path of the last checkpoint that this process has saved.
     """
 
     kind = "end"
     status: str = "finished"
     reason: str | None = None
+    model: str | None = None
 
 
 KINDS: dict[str, type[Record]] = {

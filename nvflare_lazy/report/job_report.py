@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nvflare_lazy.records import ContributionRecord, RoundRecord
+from nvflare_lazy.records import ContributionRecord, EndRecord, RoundRecord
 from nvflare_lazy.report.record_files import RecordFile
 
 _SERVER = "server"
@@ -430,19 +430,25 @@ def _traffic(own: RecordFile | None, direction: str) -> Traffic | None:
 
 
 def _model(files: Sequence[RecordFile]) -> Model | None:
-    saved = [(record, file) for file in files for record in file.records.rounds if record.model]
+    saved: list[tuple[RoundRecord | EndRecord, RecordFile]]
+    saved = [(each, file) for file in files for each in file.records.rounds if each.model]
+    if not saved:
+        # In swarm learning, clients save the model after the last round.
+        ends = [(file.records.end, file) for file in files]
+        saved = [(end, file) for end, file in ends if end and end.model]
     if not saved:
         return None
     record, file = max(saved, key=lambda each: each[0].time)
     recorded = Path(record.model or "")
+    number = record.round if isinstance(record, RoundRecord) else None
     # A download or a moved workspace has it elsewhere.
-    here = [recorded, *(file.run_dir / part / recorded.name for part in (".", "app_server") if file.run_dir)]
-    for path in here:
+    folders = [] if file.run_dir is None else [file.run_dir, *file.run_dir.glob("app_*")]
+    for path in (recorded, *(folder / recorded.name for folder in folders)):
         try:
-            return Model(str(path), file.site, record.round, _size(path))
+            return Model(str(path), file.site, number, _size(path))
         except OSError:
             continue  # not here, or not a path
-    return Model(str(recorded), file.site, record.round, None)
+    return Model(str(recorded), file.site, number, None)
 
 
 def _size(path: Path) -> int:
