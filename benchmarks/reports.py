@@ -103,12 +103,14 @@ def draw(name: str, place: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reports", description=__doc__.splitlines()[0])
-    parser.add_argument("jobs", nargs="*", default=list(JOBS), choices=JOBS)
+    parser.add_argument("jobs", nargs="*", help=f"which ones: {', '.join(JOBS)}. Default: all")
     parser.add_argument("--draw", action="store_true", help="only draw the pages of the records that are kept")
     parser.add_argument("--out", type=Path, default=PLACE)
     options = parser.parse_args()
+    if unknown := set(options.jobs) - JOBS.keys():
+        parser.error(f"unknown jobs: {', '.join(unknown)}; available: {', '.join(JOBS)}")
     place = options.out.resolve()
-    for name in options.jobs:
+    for name in options.jobs or JOBS:
         if not options.draw:
             directory = Path(tempfile.mkdtemp(prefix=f"report-{name}-"))
             try:
