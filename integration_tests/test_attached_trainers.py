@@ -20,6 +20,7 @@ from benchmarks import fl_job
 from benchmarks.fl_job import FLJob, poc
 from integration_tests.conftest import in_deployment, records, server_app
 from integration_tests.expected import next_global, start, ulps
+from nvflare_lazy.records import read_records
 from tests.scratch.conftest import wait_until_empty
 
 TRAINER = Path(fl_job.__file__).with_name("trainer.py")
@@ -109,5 +110,12 @@ def test_trainers_that_attach_to_a_job(tmp_path: Path, trainers: Any, mode: str)
     assert ulps(saved["layer00002"].numpy(), exact) <= (1 if mode == "level-3" else 8)
     if mode != "stock":
         assert [(part["on_disk"], part["accepted"]) for part in records(result, "contribution")] == [(True, True)] * 4
+    if mode == "level-3":
+        for site in (1, 2):
+            transfers = read_records(tmp_path / f"site-{site}.jsonl").transfers
+            print([(part.direction, part.nbytes, part.way) for part in transfers])
+            assert [part.direction for part in transfers] == ["received", "sent"] * 2
+            # Whole tensors have headers.
+            assert all(1 << 20 <= part.nbytes <= (1 << 20) + 4096 for part in transfers)
     assert " - ERROR - " not in result.server_log
     wait_until_empty(tmp_path / "scratch")

@@ -50,10 +50,11 @@ class SiteRecords:
         self._of_next_task: list[TransferRecord] = []
         self._round: int | None = None
         self._failure: str | None = None
+        self._site = str(fl_ctx.get_identity_name(""))
         log.write(
             JobRecord(
                 job=str(fl_ctx.get_job_id("")),
-                site=str(fl_ctx.get_identity_name("")) if self._is_client else "server",
+                site=self._site if self._is_client else "server",
                 role="client" if self._is_client else "server",
                 versions=_versions(),
                 settings={**settings, **_components(fl_ctx)},
@@ -100,12 +101,14 @@ class SiteRecords:
         self._log.on_transfer(transfer)
         if not self._is_client:
             return
-        from_server = transfer.direction == "received" and FQCN.get_root(transfer.peer) == FQCN.ROOT_SERVER
+        with_server = FQCN.get_root(transfer.peer) == FQCN.ROOT_SERVER
         with self._lock:
-            if from_server and len(self._of_next_task) < _MAX_WAITING:
+            if with_server and transfer.direction == "received" and len(self._of_next_task) < _MAX_WAITING:
                 self._of_next_task.append(transfer)
                 return
-            transfer.round = self._round
+            # In swarm learning, payloads of other clients can be about the previous, this or the next round.
+            if with_server or self._site in transfer.peer.split("."):
+                transfer.round = self._round
         self._log.write(transfer)
 
 

@@ -173,8 +173,10 @@ class _Reading:
         records = self.records
         records.samples.sort(key=lambda sample: sample.time)
         records.transfers.sort(key=lambda transfer: transfer.time)
+        # Payloads of other clients, in swarm learning, can be about the previous, this or the next round.
+        known = {"server", *(start.site for start in records.starts)}
         for transfer in records.transfers:
-            if transfer.round is None and transfer.process == "trainer":
+            if transfer.round is None and transfer.process == "trainer" and known & set(transfer.peer.split(".")):
                 transfer.round = _round_at(transfer.time - transfer.seconds, records.tasks)
         return records
 

@@ -185,7 +185,8 @@ class TransferRecord(Record):
         nbytes: Bytes of its tensors.
         seconds: Time in which they were transferred.
         way: The way of transport.
-        round: The round; the reader finds it by the time if a trainer in its own process has transferred the payload.
+        round: The round, or None if it is unknown, as with another client in swarm learning. The reader finds it by the
+            time if a trainer in its own process has transferred the payload.
         process: "job", or "trainer" for a trainer in its own process.
     """
 

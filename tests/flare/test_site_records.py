@@ -24,6 +24,7 @@ SERVER = "server.job"
 @pytest.fixture
 def begin(tmp_path, fl_ctx, scratch):
     """Starts the records of a process, and returns them; the context has a signal of the run."""
+    fl_ctx.set_prop(ReservedKey.IDENTITY_NAME, "site-1")
     fl_ctx.set_prop(ReservedKey.RUN_ABORT_SIGNAL, Signal(), private=True, sticky=True)
 
     def begin(process_type):
@@ -53,6 +54,8 @@ def test_a_client(tmp_path, begin, fl_ctx):
         transfer("received", SERVER)
         begin_task(records, fl_ctx, number)
         transfer("sent", SERVER)
+    transfer("received", "site-1.job.trainer")
+    transfer("received", "site-2.job")  # swarm learning: of any round
     transfer("received", SERVER)  # of a task that never begins
     offload.runtime.record_transfer(TransferRecord(direction="sent", peer=SERVER, nbytes=0))
     records.end(fl_ctx)
@@ -62,7 +65,7 @@ def test_a_client(tmp_path, begin, fl_ctx):
     assert {"nvflare-lazy", "nvflare", "torch", "python"} <= found.job.versions.keys()
     assert [(each.direction, each.round) for each in found.transfers] == [
         *(("received", 3), ("sent", 3), ("received", 4), ("sent", 4)),
-        ("received", None),
+        *(("received", 4), ("received", None), ("received", None)),
     ]
     assert [task.round for task in found.tasks] == [3, 4]
     assert found.end is not None
