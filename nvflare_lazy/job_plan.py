@@ -54,13 +54,12 @@ _RESULTS_KEPT_BY_STOCK = 1
 _TILE_BYTES = 16 * _MIB
 _MIN_TILE_ELEMENTS = 16 * 512
 _SORTED_BYTES = 8
-# `TensorOffload`: a quarter of the budget is in flight. Free memory is kept: three quarters of the budget, and up to
-# three times as much after a process has used models.
+# `TensorOffload`: a quarter of the budget is in flight. A process keeps free memory of three quarters of the budget, or
+# up to three times as much after it has used models, at most. The part of this limit that it keeps was measured.
 _IN_FLIGHT_SHARE = 4
 _KEPT_SHARE = 3 / 4
 _MAX_KEPT_SHARE = 9 / 4
-# glibc's malloc keeps this much free memory at the end of its heap in a training script; `transport/malloc_tuning.py`.
-_KEPT_BY_TRAINER = 64 * _MIB
+_KEPT_PART = 2 / 3
 # NVFlare's persistor writes the last and the best model.
 _STOCK_CHECKPOINTS = 2
 # Two states are kept, and the next one is written before the older one is removed; `_optimizer_state.py`.
@@ -299,7 +298,7 @@ def _client_processes(model: ModelSize, job: JobOptions, exchanged: int) -> list
         if job.trainers_have_package:
             # The result is in memory until it is sent. While it was made, freed parts of it were kept.
             kept = min(max(_KEPT_SHARE * job.budget, model.nbytes / 2), _MAX_KEPT_SHARE * job.budget)
-            memory = _IDLE_CLIENT_WITH_TRAINER + model.nbytes + int(kept)
+            memory = _IDLE_CLIENT_WITH_TRAINER + model.nbytes + int(_KEPT_PART * kept)
         client_job = ProcessDemand(
             "client", "client job", job.clients, memory, own_file, received=exchanged, sent=exchanged
         )
@@ -316,8 +315,8 @@ def _client_processes(model: ModelSize, job: JobOptions, exchanged: int) -> list
         # Without files, the client job forwards each message to its trainer and back.
         loopback=0 if job.has_hop else 2 * exchanged,
     )
-    # The script's model and the result that it sends.
-    memory = _IDLE_TRAINER + 2 * model.nbytes + _KEPT_BY_TRAINER if job.trainers_have_package else None
+    # The last result and the next one, which a script makes while the last one is still in memory.
+    memory = _IDLE_TRAINER + 2 * model.nbytes if job.trainers_have_package else None
     return [client_job, ProcessDemand("client", "trainer", job.clients, memory, own_file)]
 
 

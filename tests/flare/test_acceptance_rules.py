@@ -114,7 +114,9 @@ def names(fl_ctx: Any) -> None:
 
 def names_of_clients(fl_ctx: Any) -> None:
     store = SimpleNamespace(incoming=Path(fl_ctx.get_prop(FLContextKey.APP_ROOT)), max_shard_size=None)
-    job_context.set_persistor(fl_ctx, cast("Any", SimpleNamespace(names=TensorNames({"c": "a"}), store=store)))
+    job_context.set_persistor(
+        fl_ctx, cast("Any", SimpleNamespace(names=TensorNames({"c": "a"}), store=store, base=None))
+    )
     model = {"a": torch.full((2,), 5.0), "b": torch.ones(1)}
     further = {"c": model["a"], "b": model["b"]}
     for tensors, counts in (
