@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import nvflare_lazy
 from benchmarks.fl_job import FLJob
 from integration_tests.conftest import JobRunner, left_in, records, server_app
 from integration_tests.expected import next_global, start, ulps
+from nvflare_lazy.aggregation import METADATA_KEY
+from nvflare_lazy.flare.job_context import PROVENANCE_KEY
 
 FAULTY = Path(__file__).parent / "faulty_trainer.py"
 
@@ -43,6 +46,9 @@ def test_the_model_is_the_exact_mean_rounded_once(run_job: JobRunner, mode, exch
             value = exact.astype(np.float32)
         assert ulps(saved[f"layer{index:05d}"].numpy(), exact) <= 1
     assert [record["aggregated"] for record in records(result, "round")] == [["site-1", "site-2"]] * 2
+    provenance = {**json.loads(saved.metadata[PROVENANCE_KEY]), **json.loads(saved.metadata[METADATA_KEY])}
+    assert (provenance["job"], provenance["round"]) == ("simulate_job", 1)
+    assert provenance["contributors"] == ["site-1", "site-2"]
     assert not left_in(result.workspace.parent / "scratch")
     assert not left_in(server_app(result) / ".incoming")
 
