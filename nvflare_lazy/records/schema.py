@@ -23,6 +23,7 @@ FILE_NAME = "nvflare_lazy.jsonl"
 MAX_ENTRIES = 256
 _MAX_TEXT = 500
 _MAX_NAME = 128
+_MAX_INT = 1 << 63
 
 _Record = TypeVar("_Record", bound="Record")
 
@@ -319,6 +320,6 @@ def _typed(value: Any, hint: Any) -> Any:
         return cut(value)
     elif hint is float and type(value) in (int, float) and isfinite(value):
         return float(value)
-    elif hint in (int, bool) and type(value) is hint:
+    elif hint in (int, bool) and type(value) is hint and abs(value) < _MAX_INT:
         return value
     raise ValueError(f"expected {hint}, got {type(value).__name__}")

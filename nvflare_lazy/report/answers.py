@@ -58,7 +58,10 @@ def answers(report: JobReport) -> list[Answer]:
 
 def at(moment: float) -> str:
     """Return a time as text; in UTC, since the records of a job may come from several places."""
-    return datetime.fromtimestamp(moment, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    try:
+        return datetime.fromtimestamp(moment, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, OSError, ValueError):
+        return f"{moment:.3g} s after 1970"  # of a damaged record
 
 
 def duration(seconds: float) -> str:

@@ -22,6 +22,7 @@ from nvflare_lazy.report.record_files import RecordFile
 
 _SERVER = "server"
 _JOB_PROCESS = "job"
+_MAX_METRIC = 1e100
 
 
 @dataclass(frozen=True)
@@ -384,7 +385,8 @@ class _Results:
 
     def _add_metrics(self, of: str, number: int | None, values: dict[str, float]) -> None:
         for name, value in values.items():
-            if number is not None:
+            # A client may send any number, and charts compute with it.
+            if number is not None and abs(value) < _MAX_METRIC:
                 self.metrics.setdefault(name, {}).setdefault(of, {})[number] = value
 
     def skips(self) -> tuple[Skip, ...]:

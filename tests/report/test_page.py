@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nvflare_lazy.cli import report as command
-from nvflare_lazy.records import FILE_NAME
+from nvflare_lazy.records import FILE_NAME, RoundRecord
 from nvflare_lazy.report import read_job, summarize
 from nvflare_lazy.report.charts import PALETTE
 from nvflare_lazy.report.page import page
@@ -111,12 +111,19 @@ def test_colors_are_those_of_the_scheme(made: str):
 
 
 def test_text_of_peers_stays_text(tmp_path: Path):
-    """Names and reasons of a malicious client are escaped and cut in the page, in charts and in the picture."""
+    """Names and reasons of a malicious client are escaped and cut; extreme numbers are drawn, or not used."""
     clients = [EVIL, "site-\u4e2d", "$\\frac{$", *(f"client-{number}" for number in range(250))]
     rounds = range(60)
     skipped = {number: {EVIL: EVIL, "client-7": "\\n<img src=x onerror=alert(2)>"} for number in rounds}
-    write(tmp_path / FILE_NAME, server_records(job=EVIL, clients=clients, rounds=rounds, skipped=skipped, model=EVIL))
-    made = page(summarize(read_job(tmp_path)))
+    records = server_records(job=EVIL, clients=clients, rounds=rounds, skipped=skipped, model=EVIL)
+    for place, record in enumerate(records):
+        if isinstance(record, RoundRecord):
+            record.metrics = {"accuracy": 1e308 if place % 2 else -1e308, EVIL: 0.5}
+    path = write(tmp_path / FILE_NAME, [*records, RoundRecord(time=1e300, round=61, seconds=1e300)])
+    path.write_bytes(path.read_bytes() + b'{"kind": "sample", "memory_bytes": 1%s}\n' % (b"0" * 400))
+    report = summarize(read_job(tmp_path))
+    assert report.processes[0].damaged == 1
+    made = page(report)
     structure = Structure(made)
     tags = {tag for tag, _ in structure.elements}
     assert not tags & {"script", "img"}
