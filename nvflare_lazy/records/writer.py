@@ -67,11 +67,12 @@ class RecordWriter:
             try:
                 own = self.path.read_bytes() if self.path.exists() else b""
                 earlier = copy.read_bytes() if continues and copy.exists() else b""
-                if earlier and not earlier.endswith(b"\n"):
-                    earlier += b"\n"
+                # The run directory may be the same as that of the earlier run.
+                known = set(own.splitlines())
+                kept = b"".join(line + b"\n" for line in earlier.splitlines() if line not in known)
                 for path in (self.path, copy):
                     with _locked(path):
-                        _replace(path, earlier + own)
+                        _replace(path, kept + own)
                 self._copy = copy
             except OSError as error:
                 self._report(copy, error)

@@ -116,6 +116,7 @@ def test_a_copy_continues_in_another_run_directory(path, tmp_path):
         file.write(b'{"kind": "rou')
     later = write(tmp_path / "second.jsonl", JobRecord(job="second"))
     later.keep_copy(copy, continues=True)
+    later.keep_copy(copy, continues=True)  # by a second workflow of the job
     later.write(RoundRecord(round=1))
     for found in (tmp_path / "second.jsonl", copy):
         records = read_records(found)
