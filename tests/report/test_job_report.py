@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from nvflare_lazy.records import FILE_NAME, ContributionRecord, EndRecord
 from nvflare_lazy.report import answers, read_job, summarize
 from tests.report.jobs import BEGIN, MIB, client_records, server_records, simulated, write
 
+PAGES = Path(__file__).parents[2] / "docs" / "results" / "reports"
 NAN = "3 values are not finite, the first one in 'layer.1'"
 
 
@@ -104,3 +106,14 @@ def test_the_end_of_a_job_that_did_not_finish(tmp_path: Path, status: str):
     (state, *_) = answers(summarize(read_job(write(tmp_path / FILE_NAME, records))))
     assert state.is_problem
     assert state.text == f"{status}; 1 round in 11.0 s: a\\x1b[31m<b>"
+
+
+@pytest.mark.parametrize("name", ["demo", "skipped", "resumed", "swarm"])
+def test_the_committed_pages(name: str):
+    """They are small, and have the answers that their records give today."""
+    page = (PAGES / f"{name}.html").read_text(encoding="utf-8")
+    assert len(page) < 150_000
+    text = unescape(page)
+    found = answers(summarize(read_job(PAGES / f"{name}.zip")))
+    assert [answer.name for answer in found if answer.short not in text or answer.detail not in text] == []
+    assert {answer.name for answer in found if answer.is_problem} == ({"Skipped"} if name == "skipped" else set())
