@@ -16,6 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy._text import format_size, printable
+from nvflare_lazy.report.answers import shortened
 from nvflare_lazy.report.job_report import Client, JobReport, Point, Process, Round
 
 if TYPE_CHECKING:
@@ -112,11 +113,11 @@ def png(report: JobReport, lines: Sequence[tuple[str, str]]) -> bytes:
         figure = _figure(2 * _WIDTH, rows * (_HEIGHT + 0.2) + head)
         parts: Any = figure.subfigures(2, 1, height_ratios=[head, rows * (_HEIGHT + 0.2)])
         top, below = parts
-        for index, (name, text) in enumerate([("", f"Job {_short(report.job, 60)}"), *lines]):
+        for index, (name, text) in enumerate([("", f"Job {shortened(report.job, 60)}"), *lines]):
             y = 1 - (0.25 + 0.24 * index) / head
             style: dict[str, Any] = {"weight": "bold", "fontsize": 13} if not name else {}
             top.text(0.02, y, name, color=PALETTE["muted"], va="center")
-            top.text(0.2 if name else 0.02, y, _short(text, 108), va="center", **style)
+            top.text(0.2 if name else 0.02, y, shortened(text, 108), va="center", **style)
         for index, chart in enumerate(drawn):
             axes = below.add_subplot(rows, 2, index + 1)
             chart.draw(axes)
@@ -206,7 +207,7 @@ def _over_time(
             name=name,
             title=title,
             summary=f"{title} over time, for {len(shown)} processes. The highest peak is "
-            f"{format_size(highest.nbytes)} in {_short(owner.name, 60)}, {highest.seconds:.1f} s after the start."
+            f"{format_size(highest.nbytes)} in {shortened(owner.name, 60)}, {highest.seconds:.1f} s after the start."
             + more,
             draw=draw,
             header=("process", "first", "median", "last", "peak", "time of the peak", "round"),
@@ -286,14 +287,14 @@ def _durations(rounds: Sequence[Round]) -> Chart:
     )
     mean = sum(round_.seconds for round_ in rounds) / len(rounds)
     return Chart(
-        "durations",
-        "Time of each round",
-        f"Stacked bars of the seconds of {len(rounds)} rounds. A round takes {mean:.1f} s on average; the longest is "
-        f"round {_number(longest.number)} with {longest.seconds:.1f} s.",
-        lambda axes: _bars(axes, rounds, parts, "seconds", _total_seconds),
-        ("round", *(f"{name}, s" for name, _ in parts), "total, s"),
-        rows,
-        "rounds",
+        name="durations",
+        title="Time of each round",
+        summary=f"Stacked bars of the seconds of {len(rounds)} rounds. A round takes {mean:.1f} s on average; the "
+        f"longest is round {_number(longest.number)} with {longest.seconds:.1f} s.",
+        draw=lambda axes: _bars(axes, rounds, parts, "seconds", _total_seconds),
+        header=("round", *(f"{name}, s" for name, _ in parts), "total, s"),
+        rows=rows,
+        section="rounds",
     )
 
 
@@ -304,21 +305,21 @@ def _total_seconds(value: float) -> str:
 def _bytes_by_way(rounds: Sequence[Round]) -> Chart:
     ways = sorted({way for round_ in rounds for way in round_.transport})[: len(_HATCHES)]
     unit, factor = _size_unit(max(sum(round_.transport.values()) for round_ in rounds))
-    parts = tuple((_short(way, 40), lambda round_, way=way: round_.transport.get(way, 0) / factor) for way in ways)
+    parts = tuple((shortened(way, 40), lambda round_, way=way: round_.transport.get(way, 0) / factor) for way in ways)
     total = sum(sum(round_.transport.values()) for round_ in rounds)
     rows = tuple(
         (_number(round_.number), *(format_size(round_.transport.get(way, 0)) for way in ways))
         for round_ in rounds[-_MAX_ROWS:]
     )
     return Chart(
-        "transport",
-        "Tensors received, by way of transport",
-        f"Stacked bars of the bytes that were received in {len(rounds)} rounds, {format_size(total)} in total: "
-        f"{', '.join(_short(way, 40) for way in ways)}.",
-        lambda axes: _bars(axes, rounds, parts, unit, lambda value: f"{value:.3g}"),
-        ("round", *(_short(way, 40) for way in ways)),
-        rows,
-        "rounds",
+        name="transport",
+        title="Tensors received, by way of transport",
+        summary=f"Stacked bars of the bytes that were received in {len(rounds)} rounds, {format_size(total)} in total: "
+        f"{', '.join(shortened(way, 40) for way in ways)}.",
+        draw=lambda axes: _bars(axes, rounds, parts, unit, lambda value: f"{value:.3g}"),
+        header=("round", *(shortened(way, 40) for way in ways)),
+        rows=rows,
+        section="rounds",
     )
 
 
@@ -376,7 +377,9 @@ def _client_times(clients: Sequence[Client]) -> Chart:
                 fontsize=8,
                 weight="bold" if client is ordered[0] else "normal",
             )
-        axes.set_yticks(range(len(shown)), [_short(client.name) for client in shown], color=PALETTE["ink"])
+        axes.set_yticks(
+            range(len(shown)), [shortened(client.name, _MAX_NAME) for client in shown], color=PALETTE["ink"]
+        )
         axes.set_ylim(-0.6, max(len(shown), 3) - 0.4)
         axes.set_xlim(0, 1.18 * max(max(client.seconds.values()) for client in shown))
         axes.set_xlabel("seconds from task to result: median and rounds")
@@ -394,14 +397,15 @@ def _client_times(clients: Sequence[Client]) -> Chart:
         for client in ordered[:_MAX_ROWS]
     )
     return Chart(
-        "clients",
-        "Time of each client",
-        f"Range and median of the seconds from task to result, slowest client first: {_short(slowest.name, 60)} with a "
-        f" median of {slowest.median_seconds or 0:.1f} s.{more}",
-        draw,
-        ("client", "rounds", "fastest, s", "median, s", "slowest, s"),
-        rows,
-        "clients",
+        name="clients",
+        title="Time of each client",
+        summary="Range and median of the seconds from task to result, slowest client first: "
+        f"{shortened(slowest.name, 60)} with a "
+        f"median of {slowest.median_seconds or 0:.1f} s.{more}",
+        draw=draw,
+        header=("client", "rounds", "fastest, s", "median, s", "slowest, s"),
+        rows=rows,
+        section="clients",
     )
 
 
@@ -425,7 +429,9 @@ def _client_traffic(clients: Sequence[Client]) -> Chart:
             axes.annotate(
                 f"{total:.3g} {unit}", (total, row), textcoords="offset points", xytext=(4, 0), va="center", fontsize=8
             )
-        axes.set_yticks(range(len(shown)), [_short(client.name) for client in shown], color=PALETTE["ink"])
+        axes.set_yticks(
+            range(len(shown)), [shortened(client.name, _MAX_NAME) for client in shown], color=PALETTE["ink"]
+        )
         axes.set_ylim(-0.6, max(len(shown), 3) - 0.4)
         axes.set_xlim(0, 1.25 * max(lefts))
         axes.set_xlabel(unit)
@@ -434,7 +440,8 @@ def _client_traffic(clients: Sequence[Client]) -> Chart:
     return Chart(
         name="traffic",
         title="Tensors that each client received and sent",
-        summary=f"Stacked bars of the bytes of {len(ordered)} clients in all rounds. {_short(most.name, 60)} has most: "
+        summary=f"Stacked bars of the bytes of {len(ordered)} clients in all rounds. "
+        f"{shortened(most.name, 60)} has most: "
         + ", ".join(f"{format_size(nbytes)} {direction}" for direction, nbytes in most.traffic.items())
         + ".",
         draw=draw,
@@ -492,13 +499,13 @@ def _metric(chart: str, name: str, series: dict[str, dict[int, float]]) -> Chart
         for who, values in list(series.items())[:_MAX_ROWS]
     )
     return Chart(
-        chart,
-        _short(name, 60),
-        f"{_short(name, 60)} by round, of {len(series)} {'series' if len(series) > 1 else 'series only'}.",
-        draw,
-        ("of", "rounds", "first", "last", "lowest", "highest"),
-        rows,
-        "metrics",
+        name=chart,
+        title=shortened(name, 60),
+        summary=f"Lines by round, for {', '.join(shortened(who, 60) for who in shown)}; {len(series)} in total.",
+        draw=draw,
+        header=("of", "rounds", "first", "last", "lowest", "highest"),
+        rows=rows,
+        section="metrics",
     )
 
 
@@ -514,7 +521,7 @@ def _label_ends(axes: Axes, labels: Sequence[tuple[float, str]]) -> None:
         heights[place] = min(heights[place], high - least * (len(heights) - 1 - place))
     for index, height in zip(order, heights, strict=True):
         axes.annotate(
-            f"{_MARKS[index]} {_short(labels[index][1], 18)}",
+            f"{_MARKS[index]} {shortened(labels[index][1], 18)}",
             (1, height),
             xycoords=("axes fraction", "data"),
             textcoords="offset points",
@@ -535,8 +542,3 @@ def _size_unit(nbytes: float) -> tuple[str, float]:
 
 def _number(number: int | None) -> str:
     return "none" if number is None else str(number)
-
-
-def _short(text: str, length: int = _MAX_NAME) -> str:
-    text = printable(text)
-    return text if len(text) <= length else f"{text[: length - 3]}..."
