@@ -35,10 +35,10 @@ _IDLE_CLIENT_JOB = 189 * _MIB
 _IDLE_CLIENT_WITH_TRAINER = 182 * _MIB
 _IDLE_TRAINER = 181 * _MIB
 _IDLE_INSTANTIATION = 146 * _MIB
-_IDLE_PARENT = 72 * _MIB
+_IDLE_PARENT = 78 * _MIB
 # Measured: buffers of a parent process, in which NVFlare forwards messages without this package.
-_FORWARDED_SEGMENTS = 93 * _MIB
-_FORWARDED_ITEMS = 43 * _MIB
+_FORWARDED_SEGMENTS = 88 * _MIB
+_FORWARDED_ITEMS = 35 * _MIB
 # Measured: of the data in flight to a server, the part whose buffers are in memory while it aggregates.
 _KEPT_IN_FLIGHT = 1 / 2
 # Measured: models that NVFlare's persistor and aggregation hold in the server, with any number of clients.
@@ -59,7 +59,7 @@ _SORTED_BYTES = 8
 _IN_FLIGHT_SHARE = 4
 _KEPT_SHARE = 3 / 4
 _MAX_KEPT_SHARE = 9 / 4
-_KEPT_PART = 2 / 3
+_KEPT_PART = 1 / 2
 # NVFlare's persistor writes the last and the best model.
 _STOCK_CHECKPOINTS = 2
 # Two states are kept, and the next one is written before the older one is removed; `_optimizer_state.py`.
