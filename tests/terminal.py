@@ -20,9 +20,10 @@ class Terminal:
     def __init__(self, rows=12, columns=80):
         self.screen = pyte.HistoryScreen(columns, rows, history=1000)
         self.stream = pyte.ByteStream(self.screen)
+        self.written = b""
         self.master, self.fd = pty.openpty()
         self.resize(rows, columns)
-        self.reader = threading.Thread(target=self._read)
+        self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
     def become_ours(self):
@@ -35,6 +36,7 @@ class Terminal:
     def _read(self):
         with contextlib.suppress(OSError):  # EIO: the last descriptor of the other side was closed
             while data := os.read(self.master, 65536):
+                self.written += data
                 self.stream.feed(data)
 
     def close(self):

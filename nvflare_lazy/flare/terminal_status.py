@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import subprocess
 import sys
 import threading
-from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import printable
@@ -20,11 +20,17 @@ from nvflare_lazy._text import printable
 if TYPE_CHECKING:
     from nvflare_lazy.flare.round_progress import ProgressReport
 
+_SHELL = "/bin/sh"
+# Waits for the end of the process, or for a word from it.
+_GUARD = 'exec 3<&0; (read -r word <&3; [ "$word" ] || printf %s "$1") &'
+_NOTHING_TO_DO = b"end\n"
 _MIN_ROWS = 5
 _MIN_COLUMNS = 40
 _MAX_BAR_COLUMNS = 30
 _MAX_NAME = 40
 _SAVE, _RESTORE = "\0337", "\0338"
+# No terminal has more rows.
+_GIVE_BACK = f"{_SAVE}\033[9999;1H\033[2K\033[r{_RESTORE}"
 _TERMINALS_WITHOUT_ROWS = ("", "dumb", "unknown")
 
 
@@ -40,8 +46,7 @@ class TerminalStatus:
         self._lock = threading.Lock()
         self._size: os.terminal_size | None = None
         self._text = ""
-        # Also runs at the end of a process of `multiprocessing`, such as the server in the simulator.
-        self._at_exit = Finalize(None, self._give_back_at_exit, exitpriority=1)
+        self._guard: int | None = None
 
     @classmethod
     def of_this_process(cls) -> TerminalStatus | None:
@@ -49,7 +54,7 @@ class TerminalStatus:
         try:
             fd = sys.stdout.fileno()
             # A job in the background, or of a server in the background, must not draw on it.
-            is_ours = os.isatty(fd) and os.tcgetpgrp(fd) == os.getpgrp()
+            is_ours = os.isatty(fd) and os.tcgetpgrp(fd) == os.getpgrp() and os.access(_SHELL, os.X_OK)
         except (OSError, ValueError, AttributeError):
             return None
         return cls(fd) if is_ours and os.environ.get("TERM", "") not in _TERMINALS_WITHOUT_ROWS else None
@@ -65,6 +70,8 @@ class TerminalStatus:
             if size != self._size:
                 if report is None and self._size is None:
                     return
+                if self._guard is None:
+                    self._guard = self._start_guard()
                 # First one row down and up, which makes room: the cursor may be in the last row.
                 self._write(f"\033D\033[1A{_SAVE}\033[1;{size.lines - 1}r{_RESTORE}")
                 self._size, self._text = size, ""
@@ -74,19 +81,32 @@ class TerminalStatus:
 
     def close(self) -> None:
         """Give the row back to the terminal."""
-        self._at_exit.cancel()
         with self._lock, contextlib.suppress(OSError):
             self._give_back()
+            guard, self._guard = self._guard, None
+            if guard is not None:
+                os.write(guard, _NOTHING_TO_DO)
+                os.close(guard)
 
-    def _give_back_at_exit(self) -> None:
-        # Another thread may have ended with the lock.
-        with contextlib.suppress(OSError):
-            self._give_back()
+    def _start_guard(self) -> int:
+        """Start a process that gives the row back if this one is killed; return the descriptor that it watches.
+
+        The simulator kills all its processes if it is interrupted. The shell ends at once, and its child is not found.
+        """
+        theirs, ours = os.pipe()
+        command = [_SHELL, "-c", _GUARD, "sh", _GIVE_BACK]
+        try:
+            subprocess.run(  # noqa: S603 (nothing comes from outside)
+                command, stdin=theirs, stdout=self._fd, start_new_session=True, check=False
+            )
+        finally:
+            os.close(theirs)
+        return ours
 
     def _give_back(self) -> None:
         if self._size is not None:
-            rows, self._size, self._text = self._size.lines, None, ""
-            self._write(f"{_SAVE}\033[{rows};1H\033[2K\033[r{_RESTORE}")
+            self._size, self._text = None, ""
+            self._write(_GIVE_BACK)
 
     def _write(self, text: str) -> None:
         # In one piece, so that nothing of another process comes in between.

@@ -73,6 +73,25 @@ def test_lines_of_other_processes_stay_whole():
     assert terminal.screen.margins is None
 
 
+KILLED = """
+import os, signal, sys
+from nvflare_lazy.flare.round_progress import ClientProgress, ProgressReport
+from nvflare_lazy.flare.terminal_status import TerminalStatus
+TerminalStatus(1).show(ProgressReport(3, (), (), 1, 2, False, 0.0, None))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_is_killed():
+    """The terminal gets its row back: the simulator ends its processes so when it is interrupted."""
+    terminal = Terminal()
+    subprocess.run([sys.executable, "-c", KILLED], stdout=terminal.fd)
+    terminal.close()  # waits for the last process that has it open
+    assert b"Round 3" in terminal.written
+    assert terminal.screen.margins is None
+    assert not any("Round" in line for line in terminal.lines())
+
+
 def test_a_terminal_that_changes_its_size(capfd):
     """The row moves; a terminal that is too small shows nothing; the row is given back once."""
     terminal = Terminal()
