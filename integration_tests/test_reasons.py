@@ -14,7 +14,7 @@ import pytest
 from benchmarks.fl_job import FLJob
 from benchmarks.fl_job.poc import Deployment, collect, wait_for_clients
 from integration_tests.conftest import JobRunner, in_deployment, records
-from nvflare_lazy.flare.round_log import FILE_NAME
+from nvflare_lazy.records import FILE_NAME
 
 FAILING = Path(__file__).parent / "failing_trainer.py"
 FAULTS = {"2": "raises", "3": "nan", "4": "large", "5": "killed", "6": "silent"}
