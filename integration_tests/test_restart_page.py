@@ -147,6 +147,8 @@ def test_a_deployment(tmp_path: Path):
         (parent,) = (pid for pid, role in roles.items() if role == "parent-localhost")
         (process,) = (pid for pid, role in roles.items() if role == "server")
         os.kill(parent, signal.SIGKILL)
+        stack.callback(lambda: has_ended(process) or os.kill(process, signal.SIGKILL))
+        deployment._processes["localhost"].wait(60)
         deployment.start("localhost")
         with closing(deployment.session()) as session:
             wait_for_clients(session, 2)
@@ -160,7 +162,7 @@ def test_a_deployment(tmp_path: Path):
             # It waits for its clients, which have left it, and keeps the lock.
             wait_for(lambda: status_of(final).startswith("FINISHED"), "the job was not refused")
             log = (download(final)[1] / "workspace" / "log.txt").read_text()
-            (holder,) = set(re.findall(rf"in use by job {orphan}, process (\d+) on", log))
+            (holder,) = set(re.findall(rf"in use by job '{orphan}', process (\d+) on", log))
             assert int(holder) == process
             os.kill(process, signal.SIGKILL)
             final = submit()
