@@ -7,6 +7,7 @@ logs each round. Controllers, aggregators, persistors and filters are unchanged.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -251,6 +252,8 @@ class TensorOffload(FLComponent):
         self._mode_before = offload.runtime.use(
             offload.ReceiveMode(self._scratch, self._inflight_bytes, limits, self.handoff)
         )
+        # Garbage collections then leave out the objects of imported modules, which stay until the process ends.
+        gc.freeze()
         self._memory = MallocTrimmer(parse_size(self.memory_budget) * (1 if _forwards(fl_ctx) else 3) // 4)
         offload.runtime.on_buffers_released.append(self._memory.trim_excess)
         job_context.set_offload(fl_ctx, self)
@@ -362,6 +365,7 @@ class TensorOffload(FLComponent):
             self._restore_root()
         offload.runtime.shared(Hop).enabled = False
         offload.runtime.use(self._mode_before)
+        gc.unfreeze()
         if self._memory is not None:
             offload.runtime.on_buffers_released.remove(self._memory.trim_excess)
         scratch.release()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from dataclasses import replace
@@ -60,6 +61,16 @@ def test_a_run_has_scratch_of_its_own_from_beginning_to_end(fl_ctx, tmp_path):
     component.handle_event(EventType.END_RUN, fl_ctx)
     assert not scratch.path.exists()
     assert offload.runtime.mode_for(None).scratch is None
+
+
+def test_collections_leave_out_what_was_there_before_the_run(fl_ctx, tmp_path):
+    """Garbage collections in a run do not look at the objects of the modules."""
+    component = TensorOffload(str(tmp_path / "root"))
+    before = gc.get_freeze_count()
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    assert gc.get_freeze_count() > before
+    component.handle_event(EventType.END_RUN, fl_ctx)
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_script_in_the_same_process_changes_nothing(fl_ctx, tmp_path):
