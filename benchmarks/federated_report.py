@@ -246,12 +246,13 @@ def _beside(runs: Sequence[Record], stock: Sequence[Record], value: Callable[[Re
     return f"{mine.median:.1f}{unit}{extent}{beside}"
 
 
-# Environment, mode, name, and the limits of round and CPU as multiples of stock NVFlare.
+# Environment, mode, name, and the limits of a later round and CPU as multiples of stock NVFlare. The first round is not
+# limited: most of it is the start of NVFlare's processes, which takes as long with a model of 4 KiB.
 _MOST_TIMES_STOCK = (
     ("poc", "level-3", "deployment, both ends", 0.55, 0.6),
     ("poc", APART, "deployment, both ends, server apart", 0.8, 0.85),
     ("poc", "level-2", "deployment, server only (level 2)", 0.9, 1.0),
-    ("poc", "level-1", "deployment, one component (level 1)", 0.9, 1.0),
+    ("poc", "level-1", "deployment, one component (level 1)", 1.0, 1.1),
     ("sim", "level-3", "simulator, both ends", 0.35, 0.4),
     ("sim", "level-1", "simulator, one component (level 1)", 1.0, 1.1),
 )
@@ -284,7 +285,7 @@ def _times_stock(groups: Groups) -> Iterator[_Row]:
         modes = _modes(groups, env)
         if mode in modes and "stock" in modes:
             for what, value, most in zip(
-                ("round", "CPU"), (lambda r: r.round, lambda r: r.cpu_seconds), limits, strict=True
+                ("a later round", "CPU"), (lambda r: r.later_round, lambda r: r.cpu_seconds), limits, strict=True
             ):
                 # As it is printed.
                 yield f"{name}: {what}, × stock", ".2f", most, round(ratio(modes[mode], modes["stock"], value), 2)
