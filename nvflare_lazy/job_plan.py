@@ -14,10 +14,10 @@ from nvflare_lazy._system import available_cores
 from nvflare_lazy._text import parse_size
 from nvflare_lazy.aggregation.rules import to_rule
 from nvflare_lazy.aggregation.server_optimizers import to_optimizer
-from nvflare_lazy.errors import SectionError
 from nvflare_lazy.formats.hugging_face import ModelDirectory
 from nvflare_lazy.formats.hugging_face.tied import tied_names
 from nvflare_lazy.formats.open_checkpoint import open as open_checkpoint
+from nvflare_lazy.formats.open_checkpoint import open_model
 
 if TYPE_CHECKING:
     import os
@@ -106,7 +106,7 @@ class ModelSize:
             if not directory.is_adapter:
                 tied = tied_names(directory.config(), entries)
         else:
-            entries = _open(path, section).entries
+            entries = (open_checkpoint(path, section=section) if section else open_model(path)).entries
         saved = [entry for name, entry in entries.items() if name not in tied]
         stored = sum(entry.nbytes for entry in saved)
         return cls(
@@ -360,16 +360,6 @@ def _checkpoints(model: ModelSize, job: JobOptions) -> int:
     if job.optimizer is not None:
         state = _OPTIMIZER_STATES * len(to_optimizer(job.optimizer).slots) * model.slot
     return models * model.stored + state
-
-
-def _open(path: str | os.PathLike[str], section: str | None) -> Any:
-    if section is not None:
-        return open_checkpoint(path, section=section)
-    try:
-        # NVFlare's files have the model in this section.
-        return open_checkpoint(path, section="model")
-    except SectionError:
-        return open_checkpoint(path)
 
 
 def _slot_bytes(entry: TensorEntry) -> int:

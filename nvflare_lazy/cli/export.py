@@ -22,9 +22,6 @@ from nvflare_lazy.cli._common import (
 if TYPE_CHECKING:
     import torch
 
-# Where NVFlare's PyTorch persistor keeps the weights in its files.
-_NVFLARE_SECTION = "model"
-
 
 @click.command(
     epilog="Example: nvflare-lazy export FL_global_model.safetensors --base models/initial --out models/trained"
@@ -62,21 +59,15 @@ def export(
     embeddings are stored as in HF_DIR. If a tensor is missing or unexpected, nothing is written. The configuration,
     tokenizer and similar files are copied from HF_DIR.
     """
+    import nvflare_lazy
     from nvflare_lazy.formats.hugging_face import ModelDirectory
     from nvflare_lazy.formats.hugging_face.match import match_model_directory
+    from nvflare_lazy.formats.open_checkpoint import open_model
 
     directory = ModelDirectory(base, adapter=adapter or None)
     target = resolve_output(out, "--out", force=force, like=directory)
 
-    import nvflare_lazy
-    from nvflare_lazy.errors import SectionError
-
-    try:
-        tensors = nvflare_lazy.open(result, section=section or _NVFLARE_SECTION)
-    except SectionError:
-        if section is not None:
-            raise
-        tensors = nvflare_lazy.open(result)
+    tensors = nvflare_lazy.open(result, section=section) if section else open_model(result)
     matched = match_model_directory(tensors, directory)
     save_and_print(
         matched, target, "Exporting", dtype=dtype, max_shard_size=max_shard_size, like=directory, as_json=as_json

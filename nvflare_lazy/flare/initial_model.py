@@ -18,19 +18,17 @@ from typing import Any
 import torch
 
 from nvflare_lazy._text import get_logger, quoted
-from nvflare_lazy.errors import InitialModelError, NVFlareLazyError, SectionError
+from nvflare_lazy.errors import InitialModelError, NVFlareLazyError
 from nvflare_lazy.flare.model_output import ModelOutput
-from nvflare_lazy.formats import open as open_checkpoint
 from nvflare_lazy.formats import open_safetensors
 from nvflare_lazy.formats.hugging_face import ModelDirectory
 from nvflare_lazy.formats.hugging_face.tied import tied_names
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.formats.open_checkpoint import open_model
 from nvflare_lazy.formats.save_checkpoint import save
 
 logger = get_logger(__name__)
 
-# Where NVFlare's PyTorch persistor keeps the weights in its files.
-NVFLARE_SECTION = "model"
 _STDERR_TAIL = 4000
 # OpenMP's threads sleep between two operators instead of spinning for milliseconds. With a write to disk after each
 # operator, spinning took a third of the processor time of the process.
@@ -52,10 +50,7 @@ def from_checkpoint(path: Path) -> LazyTensorDict:
             tied = {} if directory.is_adapter else tied_names(directory.config(), tensors.entries)
             kept = {name: entry for name, entry in tensors.entries.items() if name not in tied}
             return LazyTensorDict.from_entries(kept, metadata=tensors.metadata)
-        try:
-            return open_checkpoint(path, section=NVFLARE_SECTION)
-        except SectionError:
-            return open_checkpoint(path)
+        return open_model(path)
     except (OSError, NVFlareLazyError) as error:
         raise InitialModelError(
             f"cannot open the initial checkpoint {path}: {error}. "

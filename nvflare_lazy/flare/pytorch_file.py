@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from nvflare_lazy.flare.checkpoint_store import json_part
-from nvflare_lazy.flare.initial_model import NVFLARE_SECTION
 from nvflare_lazy.formats.atomic_file import AtomicFile, sync_directory
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.formats.open_checkpoint import NVFLARE_SECTION
 from nvflare_lazy.tensors.entry import TensorEntry
 
 # The name in `PTModelPersistenceFormatManager`.

@@ -18,6 +18,8 @@ from nvflare_lazy.formats.safetensors.reader import open_safetensors
 from nvflare_lazy.formats.safetensors.shards import INDEX_SUFFIX, WEIGHT_MAP, index_path, open_directory, open_index
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
+#: Where NVFlare's PyTorch persistor keeps the weights in its files.
+NVFLARE_SECTION = "model"
 # Far enough into an index to come across its weight map, behind whatever metadata it has.
 _HEAD_BYTES = 64 << 10
 # How often a checkpoint may be replaced by another process while it is being opened.
@@ -54,6 +56,18 @@ def open(path: str | os.PathLike[str], *, section: str | None = None) -> LazyTen
             if tried and _state_of(directory) == before:
                 raise
     return _open_now(path, section)
+
+
+def open_model(path: str | os.PathLike[str]) -> LazyTensorDict:
+    """Open a checkpoint without reading its tensors; of a file of NVFlare's PyTorch persistor, the model.
+
+    Raises:
+        FormatError: As `open`.
+    """
+    try:
+        return open(path, section=NVFLARE_SECTION)
+    except SectionError:
+        return open(path)
 
 
 def _state_of(directory: str) -> int | None:
