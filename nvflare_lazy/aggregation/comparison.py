@@ -74,7 +74,8 @@ class TensorDifference:
         max_ulps: Largest number of steps from one element to the other, from number to next number of the type, as in
             `numpy.testing.assert_array_max_ulp`. If the types differ, of the one with fewer digits, to which the other
             tensor is rounded. None for types that are not floating-point types.
-        cosine: Cosine of the angle between the tensors as vectors. None if one of them is zero.
+        cosine: Cosine of the angle between the tensors as vectors. None if one of them is zero, or if their squares
+            exceed float64.
         nan: Number of NaN in a and in b.
         inf: Number of infinite values in a and in b.
     """
@@ -172,7 +173,7 @@ class _Sums:
     def cosine(self) -> float | None:
         """Return the cosine; it has the digits close to 1 that a product of the two would not have."""
         a, b = math.sqrt(self.squares_a), math.sqrt(self.squares_b)
-        if not a * b:
+        if not a * b or not math.isfinite(self.squares_a + self.squares_b + self.squares):
             return None
         return max(-1.0, 1.0 - (self.squares - (a - b) ** 2) / (2 * a * b)) if self.squares else 1.0
 
@@ -396,6 +397,8 @@ class _Block:
 
     # ---- all other values, in float64 --------------------------------------------------------------------------------
 
+    # Sums that exceed float64 are infinite.
+    @np.errstate(over="ignore")
     def _exact(self, tolerance: Tolerance) -> _Sums:
         x, y = _as_numpy(self.a), _as_numpy(self.b)
         found = _Sums(

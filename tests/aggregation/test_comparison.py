@@ -207,6 +207,8 @@ def test_cosine_of_almost_equal_tensors():
     assert 1 - one(a, b).cosine == pytest.approx(1 - float(exact), rel=1e-4)
     assert one(a, -a).cosine == pytest.approx(-1)
     assert one(a, torch.zeros(3000)).cosine is None
+    large = torch.full((3,), 1e200, dtype=torch.float64)
+    assert one(large, 2 * large).cosine is None
 
 
 def test_structure(tmp_path):
