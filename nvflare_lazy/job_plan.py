@@ -154,6 +154,8 @@ class JobOptions:
     def __post_init__(self) -> None:
         if self.level == 1 and (self.rule != "mean" or self.optimizer is not None):
             raise ValueError("a rule or a server optimizer requires level 2 or 3; NVFlare aggregates at level 1")
+        if self.install_in_trainers and not self.external:
+            raise ValueError("install_in_trainers requires external trainers; others use the package at level 3")
         if self.optimizer is not None:
             to_optimizer(self.optimizer)
         least = to_rule(self.rule).min_contributors

@@ -97,6 +97,8 @@ def test_options_that_do_not_fit():
         JobOptions(clients=2, level=1, rule="median")
     with pytest.raises(ValueError, match="the rule bulyan requires 7 or more clients, got 2"):
         JobOptions(clients=2, rule="bulyan")
+    with pytest.raises(ValueError, match="install_in_trainers requires external"):
+        JobOptions(clients=2, install_in_trainers=True)
     with pytest.raises(ValueError, match="unknown server optimizer 'adam'"):
         JobOptions(clients=2, optimizer="adam")
 

@@ -26,7 +26,7 @@ _LEVELS = ("1", "2", "3")
 @click.option(
     "--install-in-trainers",
     is_flag=True,
-    help="Run training scripts in processes of their own after nvflare_lazy.install().",
+    help="Let external trainers run nvflare_lazy.install() before the training script.",
 )
 @click.option("--out", metavar="DIR", type=click.Path(), help="Write the job to this new folder. Default: in place.")
 @click.option("--dry-run", is_flag=True, help="Print the changes, and write nothing.")

@@ -79,6 +79,8 @@ def diff(
     from nvflare_lazy.aggregation.comparison import Tolerance, compare
 
     models = [_matching(model, match) for model in _open(a, b, section)]
+    if match is not None and not any(models):
+        raise click.UsageError(f"--match {match.pattern!r} matches no tensor.")
     limit = None if tolerance is None else Tolerance(**tolerance)
     with progress("Comparing", sum(entry.nbytes for model in models for entry in model.values())) as done:
         found = compare(models[0], models[1], limit, threads=threads, progress=done)

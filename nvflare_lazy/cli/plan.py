@@ -34,9 +34,13 @@ _HOSTS = {"prod": "each site on its own host", "poc": "all sites on one host", "
 @click.option("--rule", default="mean", show_default=True, metavar="NAME", help="Aggregation rule.")
 @click.option("--optimizer", metavar="NAME", help="Server optimizer: fedavgm, fedadagrad, fedadam or fedyogi.")
 @click.option("--difference", is_flag=True, help="Clients send differences instead of models.")
-@click.option("--keep-rounds", type=click.IntRange(min=1), help="Default: 2 with --checkpoint-dir, otherwise 1.")
+@click.option(
+    "--keep-rounds",
+    type=click.IntRange(min=1),
+    help="Rounds whose models are kept. Default: 2 with --checkpoint-dir, otherwise 1.",
+)
 @click.option("--external", is_flag=True, help="Training scripts are separate processes.")
-@click.option("--install-in-trainers", is_flag=True, help="These scripts use nvflare-lazy.")
+@click.option("--install-in-trainers", is_flag=True, help="With --external: these scripts use nvflare-lazy.")
 @click.option(
     "--env",
     type=click.Choice(list(_HOSTS)),
@@ -44,7 +48,14 @@ _HOSTS = {"prod": "each site on its own host", "poc": "all sites on one host", "
     show_default=True,
     help="prod: each site on its own host. poc: all sites on one host. sim: the simulator.",
 )
-@click.option("--memory-budget", default="128MiB", show_default=True, metavar="SIZE", callback=size, help="Of the job.")
+@click.option(
+    "--memory-budget",
+    default="128MiB",
+    show_default=True,
+    metavar="SIZE",
+    callback=size,
+    help="The memory_budget of the job.",
+)
 @click.option("--against", metavar="DIR", type=click.Path(), help="Check this machine, with scratch in DIR.")
 @click.option(
     "--checkpoint-dir",
@@ -95,9 +106,9 @@ def plan(
             environment=env,
             separate_checkpoints=bool(against and checkpoint_dir and not _share_disk(against, checkpoint_dir)),
         )
-        found = JobPlan.of(ModelSize.of(model, section), job)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+    found = JobPlan.of(ModelSize.of(model, section), job)
     shortages = None if against is None else _shortages(found, against, checkpoint_dir, site)
     if as_json:
         document = {"file": model, **found.to_json()}
@@ -158,4 +169,8 @@ def _shortages(found: JobPlan, against: str, checkpoint_dir: str | None, site: s
 
 
 def _whose(found: JobPlan, site: str) -> str:
-    return "all sites of this job" if found.options.is_one_host else f"a {site} of this job"
+    is_one_host = found.options.is_one_host
+    whose = "all sites of this job" if is_one_host else f"a {site} of this job"
+    if any(process.memory is None for process in found.processes if is_one_host or process.site == site):
+        whose += "; the memory of unchanged processes is not included"
+    return whose

@@ -108,3 +108,6 @@ def test_errors(cli, model):
     """A file that cannot be read is an error in one line."""
     assert cli("diff", model, "missing") == (1, "", "Error: missing: No such file or directory\n")
     assert cli("diff", model).code == 2
+    nothing = cli("diff", model, model, "--match", "typo")
+    assert nothing.code == 2
+    assert "--match 'typo' matches no tensor." in nothing.err

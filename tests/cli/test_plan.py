@@ -54,10 +54,12 @@ def test_json(cli, model):
 
 
 def test_a_machine_that_is_large_enough(cli, model):
-    """Exit code 0."""
+    """Exit code 0, and what the check does not include."""
     result = cli("plan", model, "--clients", 3, "--against", ".", "--memory-budget", "1MiB")
     assert result.code == 0
     assert result.out.endswith("\nThis machine has the memory and the disk space for a server of this job.\n")
+    result = cli("plan", model, "--clients", 3, "--level", 2, "--against", ".", "--site", "client")
+    assert result.out.endswith(" for a client of this job; the memory of unchanged processes is not included.\n")
 
 
 def test_a_machine_that_is_too_small(cli, large, monkeypatch):
@@ -76,7 +78,11 @@ def test_a_machine_that_is_too_small(cli, large, monkeypatch):
 
 
 def test_options_that_do_not_fit(cli, model):
-    """A usage error."""
+    """A usage error; a file that is not a model is another error."""
     result = cli("plan", model, "--clients", 2, "--rule", "bulyan")
     assert (result.code, result.out) == (2, "")
     assert "Error: the rule bulyan requires 7 or more clients, got 2" in result.err
+    Path("empty").touch()
+    result = cli("plan", "empty", "--clients", 2)
+    assert (result.code, result.out) == (1, "")
+    assert result.err.startswith("Error: empty is not a checkpoint. It is an empty file")
