@@ -132,16 +132,23 @@ def _slowest(report: JobReport) -> Answer:
 
 
 def _skipped(report: JobReport) -> Answer:
-    if not report.skips:
-        return Answer("Skipped", "none", "every client with a task contributed to its round")
-    rounds = sum(len(skip.rounds) for skip in report.skips)
-    clients = {skip.client for skip in report.skips}
+    results = sum(each.skipped for each in report.rounds)
+    if results <= 0:
+        contributed = "every client with a task contributed to its round" if report.rounds else "no round has ended"
+        return Answer("Skipped", "none", contributed)
     most = sorted(report.skips, key=lambda skip: -len(skip.rounds))[:_MAX_LISTED]
-    listed = "; ".join(
-        f"{shortened(skip.client, 40)} in round {ranges(skip.rounds)}: {shortened(skip.reason)}" for skip in most
-    )
-    more = f"; {_count(len(report.skips) - len(most), 'other reason')} below" if len(report.skips) > len(most) else ""
-    return Answer("Skipped", f"{_count(len(clients), 'client')}, {_count(rounds, 'result')}", listed + more, True)
+    parts = [f"{shortened(skip.client, 40)} in round {ranges(skip.rounds)}: {shortened(skip.reason)}" for skip in most]
+    if len(report.skips) > len(most):
+        parts.append(f"{_count(len(report.skips) - len(most), 'other reason')} below")
+    short = _count(results, "result")
+    clients = len({skip.client for skip in report.skips})
+    # Records of many rounds or clients have the numbers of all results, and the reasons of some.
+    unlisted = results - sum(len(skip.rounds) for skip in report.skips)
+    if unlisted > 0:
+        parts.append(f"the records have no reasons for {_count(unlisted, 'result')}")
+    if clients:
+        short = f"{'at least ' if unlisted > 0 else ''}{_count(clients, 'client')}, {short}"
+    return Answer("Skipped", short, "; ".join(parts), True)
 
 
 def _peak(report: JobReport) -> Answer:

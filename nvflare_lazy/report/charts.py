@@ -381,7 +381,7 @@ def _client_times(clients: Sequence[Client]) -> Chart:
             range(len(shown)), [shortened(client.name, _MAX_NAME) for client in shown], color=PALETTE["ink"]
         )
         axes.set_ylim(-0.6, max(len(shown), 3) - 0.4)
-        axes.set_xlim(0, 1.18 * max(max(client.seconds.values()) for client in shown))
+        axes.set_xlim(0, 1.18 * max(max(client.seconds.values()) for client in shown) or 1)
         axes.set_xlabel("seconds from task to result: median and rounds")
 
     slowest = ordered[0]

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from nvflare_lazy.errors import RecordsError
 from nvflare_lazy.records import ContributionRecord, EndRecord, RoundRecord
 from nvflare_lazy.report.record_files import RecordFile
 
@@ -124,7 +125,7 @@ class Client:
     Attributes:
         used: Number of results that were aggregated.
         skipped: Number of rounds in which it was skipped.
-        seconds: Time from the task to the result, by round.
+        seconds: Time from the task to the result, by round; if the rounds have no numbers, in their order.
         median_seconds: The median of them; None if no time is known.
         transfer_seconds: Median time in which a result was received; None if it is unknown.
         last_in: Number of rounds in which its result was the last one.
@@ -209,11 +210,6 @@ class JobReport:
     metrics: dict[str, dict[str, dict[int, float]]]
     model: Model | None
 
-    def peak(self, of: str) -> tuple[Process, Point] | None:
-        """Return the highest peak of "memory" or "scratch", with its process."""
-        peaks = [(process, getattr(process, f"{of}_peak")) for process in self.processes]
-        return max(((process, peak) for process, peak in peaks if peak), key=lambda each: each[1].nbytes, default=None)
-
 
 def summarize(files: Sequence[RecordFile], made: float | None = None) -> JobReport:
     """Compute the report of a job.
@@ -221,14 +217,20 @@ def summarize(files: Sequence[RecordFile], made: float | None = None) -> JobRepo
     Args:
         files: The records of its sites, as `read_job` returns them.
         made: When the report is made. Default: now.
+
+    Raises:
+        RecordsError: If the files have no record.
     """
-    leading = [file for file in files if _role(file) == _SERVER] or list(files)
+    known = [file for file in files if any(True for _ in _times(file))]
+    if not known:
+        raise RecordsError(f"no line of {files[0].place} is a record; if the job has just started, try again later")
+    leading = [file for file in known if _role(file) == _SERVER] or known
     clock = _Clock(leading[0])
     results = _Results(files)
     rounds = tuple(
         sorted((_round(file, each, clock) for file in files for each in file.records.rounds), key=lambda each: each.end)
     )
-    last = max((moment for file in files for moment in _times(file)), default=0.0)
+    last = max(moment for file in known for moment in _times(file))
     end = leading[0].records.end
     return JobReport(
         job=files[0].job,
@@ -256,7 +258,7 @@ class _Clock:
     """Converts times to seconds that the job ran, by the starts and the last records of one site."""
 
     def __init__(self, file: RecordFile) -> None:
-        times = sorted(_times(file)) or [0.0]
+        times = sorted(_times(file))
         begins = sorted({start.time for start in file.records.starts}) or times[:1]
         self.starts: tuple[Start, ...] = (Start(0.0, begins[0], 0.0),)
         self._ends: list[float] = []
@@ -399,7 +401,11 @@ class _Results:
 
     def _client(self, name: str, own: RecordFile | None) -> Client:
         results = self._results.get(name, [])
-        seconds = {each.round or 0: each.seconds for each in results if each.seconds is not None}
+        seconds = {
+            place if each.round is None else each.round: each.seconds
+            for place, each in enumerate(results)
+            if each.seconds is not None
+        }
         transfers = [each.transfer_seconds for each in results if each.transfer_seconds is not None]
         return Client(
             name=name,

@@ -292,4 +292,4 @@ def _state(process: Process) -> str:
     state = process.status or "no record of its end"
     if process.reason:
         state += f": {shortened(process.reason)}"
-    return state + (f"; {process.damaged} unreadable lines" if process.damaged else "")
+    return state + (f"; unreadable lines: {process.damaged:,}" if process.damaged else "")

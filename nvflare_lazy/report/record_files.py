@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 
-from nvflare_lazy._text import printable, quoted
+from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import RecordsError
-from nvflare_lazy.records import FILE_NAME, Records, parse_records
+from nvflare_lazy.records import FILE_NAME, JobRecord, Records, parse_records
+from nvflare_lazy.records.reader import MAX_FILE_BYTES
+from nvflare_lazy.records.schema import from_plain
 
 _MAX_DEPTH = 8
 _MAX_FILES = 10_000
-# The largest file that the reader of records accepts.
-_MAX_BYTES = 64 << 20
 # The id of every job in NVFlare's simulator.
 _SIMULATED = "simulate_job"
 _RESOURCES = ("resources.json", "resources.json.default")
@@ -59,24 +61,29 @@ class _Found:
     def folder(self) -> Path:
         return self.path.parent if self.member is None else self.path / PurePosixPath(self.member).parent
 
+    @property
+    def workspace(self) -> Path:
+        """The workspace, if the file is in the run directory of a simulated job; a zip file has one or more."""
+        found = self.folder.parent.parent
+        return found if self.member is None or found.is_relative_to(self.path) else self.path
+
     def lines(self) -> list[bytes]:
         if self.member is None:
             with open(self.path, "rb") as file:
-                content = file.read(_MAX_BYTES)
-        else:
-            with zipfile.ZipFile(self.path) as archive, archive.open(self.member) as packed:
-                content = packed.read(_MAX_BYTES)
-        return content.splitlines()
+                return file.read(MAX_FILE_BYTES).splitlines()
+        with _opened(self.path) as archive, archive.open(self.member) as packed:
+            return packed.read(MAX_FILE_BYTES).splitlines()
 
     def names(self) -> tuple[str, str]:
         """Return the ids of the job and the site of the last start, or else the names of the directories."""
         for line in reversed(self.lines()):
             if line.startswith(b'{"kind": "job"'):
                 try:
-                    job = json.loads(line)
-                    return printable(str(job["job"])), printable(str(job["site"]))
-                except (ValueError, KeyError):
+                    start = from_plain(json.loads(line))
+                except (ValueError, RecursionError):
                     continue
+                if isinstance(start, JobRecord) and start.job and start.site:
+                    return start.job, start.site
         return self.folder.name, self.folder.parent.name
 
 
@@ -97,10 +104,12 @@ def read_job(run: Path, job: str | None = None) -> list[RecordFile]:
     if not run.exists():
         raise RecordsError(f"{run} does not exist; name a workspace, a run directory, a download or a record file")
     jobs: dict[tuple[str, Path | None], dict[str, _Found]] = {}
-    for found in _find(run):
+    for number, found in enumerate(_find(run)):
+        if number == _MAX_FILES:
+            raise RecordsError(f"{run} has more than {_MAX_FILES:,} files with records; name the folder of one job")
         name, site = found.names()
         # The id of a simulated job is not unique, but its workspace is.
-        sites = jobs.setdefault((name, found.folder.parent.parent if name == _SIMULATED else None), {})
+        sites = jobs.setdefault((name, found.workspace if name == _SIMULATED else None), {})
         # A job has copies of its records in the archive of its run directory and next to its checkpoints.
         if site not in sites or sites[site].modified < found.modified:
             sites[site] = found
@@ -132,28 +141,44 @@ def _find(run: Path) -> Iterator[_Found]:
     if run.is_file():
         yield from _in_file(run)
         return
-    seen = 0
     for root in (run, *_job_stores(run)):
         for directory, folders, names in os.walk(root):
             if len(Path(directory).relative_to(root).parts) >= _MAX_DEPTH:
                 folders.clear()
             for name in names:
-                # NVFlare's job store names the archive of a run directory `workspace`.
-                if name in (FILE_NAME, "workspace") or name.endswith(".zip"):
-                    seen += 1
-                    if seen > _MAX_FILES:
-                        raise RecordsError(f"{run} has more than {_MAX_FILES} jobs; name the folder of one job")
-                    yield from _in_file(Path(directory, name))
+                path = Path(directory, name)
+                # NVFlare's job store names the archive of a run directory `workspace`. Opening a pipe would block.
+                if (name in (FILE_NAME, "workspace") or name.endswith(".zip")) and path.is_file():
+                    yield from _in_file(path)
 
 
 def _in_file(path: Path) -> Iterator[_Found]:
     if path.suffix == Path(FILE_NAME).suffix:
         yield _Found(path, None, path.stat().st_mtime)
     elif zipfile.is_zipfile(path):
+        with _opened(path) as archive:
+            members = archive.infolist()
+        for member in members:
+            if PurePosixPath(member.filename).name == FILE_NAME:
+                yield _Found(path, member.filename, _modified(path, member))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open a zip file, and raise one error for all kinds of damage and for members that cannot be unpacked."""
+    try:
         with zipfile.ZipFile(path) as archive:
-            for member in archive.infolist():
-                if PurePosixPath(member.filename).name == FILE_NAME:
-                    yield _Found(path, member.filename, datetime(*member.date_time).timestamp())
+            yield archive
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        raise RecordsError(f"cannot read the zip file {path}: {error}; download it again, or remove it") from error
+
+
+def _modified(path: Path, member: zipfile.ZipInfo) -> float:
+    try:
+        return datetime(*member.date_time).timestamp()
+    except ValueError:
+        # Some programs write no date, which is month 0 of 1980.
+        return path.stat().st_mtime
 
 
 def _job_stores(run: Path) -> Iterator[Path]:

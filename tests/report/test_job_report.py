@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nvflare_lazy.records import FILE_NAME, ContributionRecord, EndRecord
+from nvflare_lazy.errors import RecordsError
+from nvflare_lazy.records import FILE_NAME, ContributionRecord, EndRecord, RoundRecord
 from nvflare_lazy.report import answers, read_job, summarize
 from tests.report.jobs import BEGIN, MIB, client_records, server_records, simulated, write
 
@@ -94,6 +95,35 @@ def test_no_client_is_called_slow_without_a_reason(tmp_path: Path):
     assert found["State"].endswith(": no model")
     assert found["Slowest client"].startswith("unknown")
     assert found["Model"] == "not recorded; no round has saved a model with LazyModelPersistor"
+    assert found["Skipped"] == "none; no round has ended"
+
+
+def test_records_without_the_reasons_of_all_results(tmp_path: Path):
+    """The number of skipped results is that of all rounds, also if the file was thinned."""
+    records = server_records(skipped={0: {"site-3": NAN}, 1: {"site-3": NAN}})
+    next(each for each in records if isinstance(each, RoundRecord)).skipped = {}
+    assert told(write(tmp_path / FILE_NAME, records))["Skipped"] == (
+        f"at least 1 client, 2 results; site-3 in round 1: {NAN}; the records have no reasons for 1 result"
+    )
+
+
+def test_rounds_without_numbers(tmp_path: Path):
+    """Each one counts for the times of a client."""
+    records = server_records(rounds=(0, 1, 2), slow="")
+    for place, record in enumerate(each for each in records if isinstance(each, RoundRecord)):
+        record.round, record.clients["site-1"].seconds = None, 1.0 + place
+    (client, *_) = summarize(read_job(write(tmp_path / FILE_NAME, records))).clients
+    assert (client.median_seconds, client.seconds) == (2.0, {0: 1.0, 1: 2.0, 2: 3.0})
+
+
+def test_records_of_a_server_that_could_not_write(tmp_path: Path):
+    """The times are those of the clients; without any record, there is no report."""
+    write(tmp_path / "server" / "simulate_job" / FILE_NAME, [])
+    with pytest.raises(RecordsError, match=r"no line of .*nvflare_lazy\.jsonl is a record"):
+        summarize(read_job(tmp_path))
+    write(tmp_path / "site-1" / "simulate_job" / FILE_NAME, client_records("site-1"))
+    report = summarize(read_job(tmp_path))
+    assert (report.started, report.running_seconds) == (BEGIN, 31.0)
 
 
 @pytest.mark.parametrize("status", ["aborted", "failed"])

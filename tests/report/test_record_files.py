@@ -23,10 +23,10 @@ def sites(run: Path, job: str | None = None) -> dict[str, int]:
     return {file.site: len(file.records.rounds) for file in read_job(run, job)}
 
 
-def archive(path: Path, records: Path, folder: str = "") -> Path:
+def archive(path: Path, records: Path, folder: str = "", *, date: tuple[int, ...] = (2026, 1, 2, 3, 4, 5)) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as packed:
-        packed.write(records, f"{folder}{FILE_NAME}")
+        packed.writestr(zipfile.ZipInfo(f"{folder}{FILE_NAME}", date), records.read_bytes())
     return path
 
 
@@ -48,6 +48,15 @@ def test_two_simulations_below_one_folder(tmp_path: Path):
         for path in workspace.rglob(FILE_NAME):
             os.utime(path, (BEGIN + place, BEGIN + place))
     assert sites(tmp_path) == {"server": 3, "site-1": 0, "site-2": 0}
+
+
+def test_two_simulations_in_zip_files(tmp_path: Path):
+    """Their sites are not mixed either, whatever the folders in the archives."""
+    first = write(tmp_path / "first", server_records(rounds=(0,)))
+    archive(tmp_path / "runs" / "1.zip", first, "server/", date=(2026, 1, 2, 0, 0, 0))
+    archive(tmp_path / "runs" / "2.zip", write(tmp_path / "second", client_records("site-1")), "../site-1/")
+    assert sites(tmp_path / "runs") == {"site-1": 0}
+    assert sites(tmp_path / "runs" / "1.zip") == {"server": 1}
 
 
 @pytest.mark.parametrize("store", ["inside", "elsewhere"])
@@ -101,10 +110,29 @@ def test_damaged_and_missing_records(tmp_path: Path):
     """Without a readable first line, the directories name job and site; errors say what to do."""
     path = write(tmp_path / "site-7" / "job-9" / FILE_NAME, client_records("x")[1:])
     path.write_bytes(b"\xff{\n" + path.read_bytes() + b'{"kind": "rou')
+    path.with_name(f"{FILE_NAME}.zip").symlink_to("nowhere")
+    os.mkfifo(path.with_name("more.zip"))
     (file,) = read_job(tmp_path)
     assert (file.job, file.site, file.records.damaged) == ("job-9", "site-7", 2)
+    path.write_bytes(path.read_bytes() + b'\n{"kind": "job", "x": ' + b"[" * 100_000)
+    assert read_job(tmp_path)[0].job == "job-9"
     with pytest.raises(RecordsError, match="does not exist; name a workspace"):
         read_job(tmp_path / "missing")
     (tmp_path / "empty").mkdir()
     with pytest.raises(RecordsError, match=r"has no nvflare_lazy\.jsonl; name the workspace"):
         read_job(tmp_path / "empty")
+
+
+def test_damaged_zip_files(tmp_path: Path):
+    """An archive without dates is read; one with other bytes, or one that is encrypted, is an error."""
+    records = write(tmp_path / FILE_NAME, server_records(JOB))
+    packed = archive(tmp_path / "packed.zip", records, date=(1980, 0, 0, 0, 0, 0))
+    assert sites(packed) == {"server": 3}
+    content = packed.read_bytes()
+    packed.write_bytes(content.replace(b'"site"', b'"SITE"', 1))
+    with pytest.raises(RecordsError, match=r"cannot read the zip file .*: Bad CRC-32 .*; download it again"):
+        read_job(packed)
+    directory = content.rindex(b"PK\x01\x02")
+    packed.write_bytes(content[:6] + b"\x01" + content[7 : directory + 8] + b"\x01" + content[directory + 9 :])
+    with pytest.raises(RecordsError, match=r"cannot read the zip file .* is encrypted"):
+        read_job(packed)
