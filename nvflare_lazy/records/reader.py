@@ -65,12 +65,6 @@ class Records:
         """The last start of the job, or None if its line is damaged."""
         return self.starts[-1] if self.starts else None
 
-    @property
-    def peak(self) -> SampleRecord | None:
-        """The sample with the most memory of the job's process, or None without samples."""
-        own = [sample for sample in self.samples if sample.process == "job"]
-        return max(own, key=lambda sample: sample.memory_bytes, default=None)
-
 
 def read_records(path: str | os.PathLike[str]) -> Records:
     """Return the records of a file.
@@ -133,14 +127,14 @@ class _Reading:
     def __init__(self, records: Records) -> None:
         self.records = records
         # Whether a round of this run has a number already: the first one tells which earlier rounds it repeats.
-        self._resumed = True
+        self._has_numbered_round = True
 
     def add(self, record: Record) -> None:
         records = self.records
         if isinstance(record, JobRecord):
             records.starts.append(record)
             records.contributions.clear()
-            records.end, self._resumed = None, False
+            records.end, self._has_numbered_round = None, False
         elif isinstance(record, EndRecord):
             records.end = record
         elif isinstance(record, SampleRecord):
@@ -159,9 +153,9 @@ class _Reading:
 
     def _replace_from(self, number: int | None) -> None:
         """Drop the rounds of earlier runs that the first round of this run and those after it repeat."""
-        if self._resumed or number is None:
+        if self._has_numbered_round or number is None:
             return
-        self._resumed = True
+        self._has_numbered_round = True
         records, started = self.records, self.records.starts[-1].time
         records.rounds = _before(records.rounds, number)
         records.tasks = _before(records.tasks, number)

@@ -15,7 +15,7 @@ from nvflare_lazy.records.schema import SampleRecord
 
 _MIN_SECONDS = 0.5
 _MAX_SECONDS_BETWEEN_LOOKS = 2.0
-# A job of a week has 3,500 samples at most.
+# The number of samples grows with the logarithm of the duration.
 _SAMPLES_PER_DURATION = 500
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 import types
 from dataclasses import dataclass, field, fields
@@ -24,6 +25,10 @@ MAX_ENTRIES = 256
 _MAX_TEXT = 500
 _MAX_NAME = 128
 _MAX_INT = 1 << 63
+# The metrics that clients choose can make the line of a round longer than this. It then has no `CLIENT_FIELDS`.
+_MAX_LINE_BYTES = 1 << 20
+#: The fields of a round that list clients; the counts stay without them.
+CLIENT_FIELDS = ("clients", "tasked", "aggregated", "skipped")
 
 _Record = TypeVar("_Record", bound="Record")
 
@@ -240,7 +245,11 @@ _HINTS = {kind: get_type_hints(kind) for kind in KINDS.values()}
 
 def to_line(record: Record) -> bytes:
     """Return the line of a record."""
-    return json.dumps(to_plain(record), ensure_ascii=True, allow_nan=False).encode() + b"\n"
+    content = to_plain(record)
+    line = _encoded(content)
+    if len(line) > _MAX_LINE_BYTES:
+        line = _encoded({name: part for name, part in content.items() if name not in CLIENT_FIELDS})
+    return line
 
 
 def to_plain(record: Record) -> dict[str, Any]:
@@ -258,6 +267,10 @@ def from_plain(content: object) -> Record | None:
         raise ValueError("a record must be an object with a kind")
     kind = KINDS.get(content["kind"])
     return None if kind is None else _record(kind, content)
+
+
+def _encoded(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, ensure_ascii=True, allow_nan=False).encode() + b"\n"
 
 
 def cut(text: str, length: int = _MAX_TEXT) -> str:
@@ -318,7 +331,7 @@ def _typed(value: Any, hint: Any) -> Any:
         return None
     elif hint is str and isinstance(value, str):
         return cut(value)
-    elif hint is float and type(value) in (int, float) and isfinite(value):
+    elif hint is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
         return float(value)
     elif hint in (int, bool) and type(value) is hint and abs(value) < _MAX_INT:
         return value

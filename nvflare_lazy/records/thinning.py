@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nvflare_lazy.records.schema import KINDS
+from nvflare_lazy.records.schema import CLIENT_FIELDS, KINDS
 
 _Lines = list[dict[str, Any]]
 _DETAILS = frozenset({"transfer", "task", "contribution"})
@@ -90,11 +90,10 @@ def _memory(line: dict[str, Any]) -> float:
 
 def _shorten_rounds(lines: _Lines) -> _Lines:
     """Drop the clients of the older half of the rounds that list any."""
-    details = ("clients", "tasked", "aggregated", "skipped")
-    long = [line for line in lines if line.get("kind") == "round" and any(name in line for name in details)]
+    long = [line for line in lines if line.get("kind") == "round" and any(name in line for name in CLIENT_FIELDS)]
     older = {id(line) for line in long[: len(long) // 2]}
     return [
-        {name: part for name, part in line.items() if name not in details} if id(line) in older else line
+        {name: part for name, part in line.items() if name not in CLIENT_FIELDS} if id(line) in older else line
         for line in lines
     ]
 
