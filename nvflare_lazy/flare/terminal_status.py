@@ -81,11 +81,13 @@ class TerminalStatus:
 
     def close(self) -> None:
         """Give the row back to the terminal."""
-        with self._lock, contextlib.suppress(OSError):
-            self._give_back()
+        with self._lock:
+            with contextlib.suppress(OSError):
+                self._give_back()
             guard, self._guard = self._guard, None
             if guard is not None:
-                os.write(guard, _NOTHING_TO_DO)
+                with contextlib.suppress(OSError):  # the guard was ended
+                    os.write(guard, _NOTHING_TO_DO)
                 os.close(guard)
 
     def _start_guard(self) -> int:
@@ -99,6 +101,9 @@ class TerminalStatus:
             subprocess.run(  # noqa: S603 (nothing comes from outside)
                 command, stdin=theirs, stdout=self._fd, start_new_session=True, check=False
             )
+        except OSError:
+            os.close(ours)
+            raise
         finally:
             os.close(theirs)
         return ours

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import struct
 import subprocess
 import sys
 import termios
@@ -106,6 +107,33 @@ def test_a_terminal_that_changes_its_size(capfd):
     terminal.close()
     written = terminal.lines()
     assert not any("Round" in line for line in written[-1:])
+
+
+def test_nothing_stays_open(monkeypatch):
+    """Neither if the process that watches this one cannot be started, nor if the terminal is gone."""
+    made, pipe, (master, fd) = [], os.pipe, os.openpty()
+
+    def recorded():
+        made.append(pipe())
+        return made[-1]
+
+    def refused(*arguments, **options):
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(os, "pipe", recorded)
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 80, 0, 0))
+    status = TerminalStatus(fd)
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "run", refused)
+        status.show(report(1))
+    status.show(report(1))
+    os.close(master)
+    status.close()
+    os.close(fd)
+    assert len(made) >= 2
+    for descriptor in {end for ends in made for end in ends}:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
 
 
 def test_only_a_terminal_of_this_process(monkeypatch):
