@@ -117,15 +117,17 @@ class ErrorRecorder(logging.Handler):
             self._changed.set()
 
     def _run(self) -> None:
-        sent = ""
+        sent: tuple[LastError | None, str] = (None, "")
         while self._changed.wait() and not self._closed:
             # A failure writes several lines.
             threading.Event().wait(_SETTLE_SECONDS)
             self._changed.clear()
-            line = self.line
-            if line and line != sent and not self._closed:
-                sent = line
-                self._send(line)
+            # The same error in a later task is sent again.
+            last = self._last
+            found = last, last.line
+            if found[1] and found != sent and not self._closed:
+                sent = found
+                self._send(found[1])
 
 
 class ClientErrors:
@@ -178,20 +180,22 @@ class ClientErrors:
                 return ""
             begin = max(self._read_before.get(client, 0), status.st_size - _MAX_READ)
             text = os.pread(file, _MAX_READ, begin).decode(errors="replace")
+        except OSError:
+            return ""
         finally:
             os.close(file)
         return _last_in_log(text)
 
 
 def _last_in_log(text: str) -> str:
-    last, message = LastError(), ""
+    last, message = LastError(), [""]
     for line in text.splitlines():
         if _FIELDS.match(line):
-            last.add(message, is_error=True)
-            message = _FIELDS.sub("", line, count=1)
+            last.add("\n".join(message), is_error=True)
+            message = [_FIELDS.sub("", line, count=1)]
         else:
-            message = f"{message}\n{line}"
-    last.add(message, is_error=True)
+            message.append(line)
+    last.add("\n".join(message), is_error=True)
     return last.line
 
 
