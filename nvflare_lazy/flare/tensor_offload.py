@@ -174,8 +174,7 @@ class TensorOffload(FLComponent):
         elif event_type == EventType.END_RUN:
             self._end(fl_ctx)
         elif event_type == EventType.FATAL_SYSTEM_ERROR:
-            if self._records is not None:
-                self._records.on_failure(fl_ctx)
+            self._on_fatal_error(fl_ctx)
         elif fl_ctx.get_process_type() == ProcessType.CLIENT_JOB:
             self._on_client(event_type, fl_ctx)
         elif event_type == EventType.AFTER_TASK_DATA_FILTER:
@@ -200,8 +199,6 @@ class TensorOffload(FLComponent):
         elif event_type == EventType.CLIENT_DISCONNECTED:
             if self.round_log is not None:
                 self.round_log.on_lost(str(fl_ctx.get_prop(FLContextKey.DISCONNECTED_CLIENT_NAME)))
-        elif event_type == EventType.FATAL_SYSTEM_ERROR:
-            self._on_fatal_error(fl_ctx)
         elif event_type == ERROR_EVENT:
             self._on_client_error(fl_ctx)
 
@@ -350,7 +347,13 @@ class TensorOffload(FLComponent):
         if self._terminal is not None:
             self._terminal.close()
             self._terminal = None
-        self._end_round()
+        try:
+            self._end_round()
+        finally:
+            self._release(fl_ctx)
+
+    def _release(self, fl_ctx: FLContext) -> None:
+        """End the records of this process, and restore what the run has changed in it."""
         if self._recorder is not None:
             self._recorder.stop()
         records, self._records = self._records, None
@@ -552,7 +555,11 @@ class TensorOffload(FLComponent):
             self._errors.add(str(message.get_peer_prop(ReservedKey.IDENTITY_NAME, "")), message.get(LINE))
 
     def _on_fatal_error(self, fl_ctx: FLContext) -> None:
-        """Log what each client contributed to the round that the error ends."""
+        """Record why a component ends the job, and on the server, log the outcome of each client in its last round."""
+        if self._records is not None:
+            self._records.on_failure(fl_ctx)
+        if fl_ctx.get_process_type() == ProcessType.CLIENT_JOB:
+            return
         if self.round_log is not None:
             self.round_log.on_failure()
         outcomes = "" if self._has_listed_outcomes else self.outcomes()

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from nvflare.apis.client import Client
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
@@ -438,6 +439,24 @@ def test_an_aborted_task_has_no_size(fl_ctx, tmp_path, caplog):
     )
     judge(component, fl_ctx, DXO(DataKind.WEIGHTS, data={"w": torch.zeros(256)}).to_shareable(), accepted=True)
     assert caplog.messages[-1].startswith("Received the result of site-1: 1.0 KiB in 1 tensors, in memory; memory ")
+    component.handle_event(EventType.END_RUN, fl_ctx)
+
+
+def test_a_component_ends_the_job(fl_ctx, engine, tmp_path, caplog):
+    """The log has the outcome of each client once, and the round counts as failed."""
+    caplog.set_level("INFO")
+    engine.get_clients = lambda: [Client(name, "token") for name in ("site-1", "site-2")]
+    component = TensorOffload(str(tmp_path / "root"))
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    component.handle_event(AppEventType.ROUND_STARTED, fl_ctx)
+    judge(component, fl_ctx, make_reply(ReturnCode.TASK_ABORTED), accepted=False)
+    for _ in range(2):
+        component.handle_event(EventType.FATAL_SYSTEM_ERROR, fl_ctx)
+    component.handle_event(EventType.END_RUN, fl_ctx)
+    (line,) = [line for line in caplog.messages if "ended without a new model" in line]
+    assert "Round 0 ended without a new model: site-1 (its task ended with 'TASK_ABORTED'" in line
+    assert line.endswith("; site-2 (had no task in this round)")
+    assert "Round 0 failed after" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["adaquant", "encrypted"])
