@@ -24,6 +24,7 @@ from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from nvflare.app_common.app_constant import AlgorithmConstants, AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.ccwf.client_ctl import ClientSideController
+from nvflare.app_common.logging.constants import is_log_streaming_allowed
 
 from nvflare_lazy._text import format_size, logs_printably, parse_size, quoted
 from nvflare_lazy.aggregation import ParamsType
@@ -140,7 +141,7 @@ class TensorOffload(FLComponent):
         self._mode_before: offload.ReceiveMode | None = None
         self._restore_root: Callable[[], object] | None = None
         self.round_log: RoundLog | None = None
-        # The errors of this client, and those of the clients whose results this process aggregates.
+        # The errors of this client, if the site may send its log, and of the clients whose results are aggregated here.
         self._recorder: ErrorRecorder | None = None
         self._errors: ClientErrors | None = None
         self._has_listed_outcomes = False
@@ -167,8 +168,9 @@ class TensorOffload(FLComponent):
         if event_type == EventType.ABOUT_TO_START_RUN:
             # On clients only, and before any executor starts a trainer at START_RUN.
             self._open_scratch(fl_ctx)
-            self._recorder = ErrorRecorder(self._send_error)
-            self._recorder.start()
+            if is_log_streaming_allowed(fl_ctx):
+                self._recorder = ErrorRecorder(self._send_error)
+                self._recorder.start()
         elif event_type == EventType.START_RUN:
             self._start(fl_ctx)
         elif event_type == EventType.END_RUN:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import logging
 import os
 import re
 from dataclasses import replace
@@ -30,6 +32,7 @@ from nvflare.private.fed.client.client_runner import TaskRouter
 
 import nvflare_lazy
 from nvflare_lazy.flare import LazySwarmClientController, TensorOffload, job_context, results_in_memory, tensor_offload
+from nvflare_lazy.flare.client_errors import ErrorRecorder
 from nvflare_lazy.records import TransferRecord
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.handoff.hop import Hop
@@ -440,6 +443,24 @@ def test_an_aborted_task_has_no_size(fl_ctx, tmp_path, caplog):
     judge(component, fl_ctx, DXO(DataKind.WEIGHTS, data={"w": torch.zeros(256)}).to_shareable(), accepted=True)
     assert caplog.messages[-1].startswith("Received the result of site-1: 1.0 KiB in 1 tensors, in memory; memory ")
     component.handle_event(EventType.END_RUN, fl_ctx)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_site_that_does_not_send_its_log(fl_ctx, tmp_path, allowed):
+    """A setting in its `resources.json` forbids it, and then no error of its clients is recorded or sent."""
+    for name in ("startup", "local"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "local" / "resources.json").write_text(json.dumps({"allow_log_streaming": allowed}))
+    fl_ctx.set_prop(FLContextKey.WORKSPACE_ROOT, str(tmp_path))
+    fl_ctx.set_prop(ReservedKey.IDENTITY_NAME, "site-1")
+    fl_ctx.set_prop(FLContextKey.PROCESS_TYPE, ProcessType.CLIENT_JOB)
+    component = TensorOffload(str(tmp_path / "root"))
+    component.handle_event(EventType.ABOUT_TO_START_RUN, fl_ctx)
+    component.handle_event(EventType.START_RUN, fl_ctx)
+    recorders = [handler for handler in logging.getLogger().handlers if isinstance(handler, ErrorRecorder)]
+    component.handle_event(EventType.END_RUN, fl_ctx)
+    assert len(recorders) == allowed
+    assert not set(recorders) & set(logging.getLogger().handlers)
 
 
 def test_a_component_ends_the_job(fl_ctx, engine, tmp_path, caplog):
