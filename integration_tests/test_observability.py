@@ -57,9 +57,11 @@ def test_every_round_is_told_three_times(run_job: JobRunner, tmp_path: Path):
     assert record["aggregated"] == ["site-1", "site-3"]
     assert record["skipped"].keys() == {"site-2"}
     assert record["scratch_peak_bytes"] >= 3 * MIB
-    assert 0 < record["memory_bytes"] <= result.server_peak + MIB
+    # Measured from outside, a few times a second, which can miss the buffers of a moment.
+    peak_outside = result.server_peak + 32 * MIB
+    assert 0 < record["memory_bytes"] <= peak_outside
     assert 0 < record["aggregation_seconds"] < record["seconds"] < result.seconds
-    assert record["memory_bytes"] <= record["memory_peak_bytes"] <= result.server_peak + MIB
+    assert record["memory_bytes"] <= record["memory_peak_bytes"] <= peak_outside
     assert Path(record["model"]).name == MODEL_NAME
 
     found = read_records(result.server_run_dir / FILE_NAME)
@@ -69,7 +71,7 @@ def test_every_round_is_told_three_times(run_job: JobRunner, tmp_path: Path):
     assert found.end is not None
     assert found.end.status == "finished"
     peak = max(found.samples, key=lambda sample: sample.memory_bytes)
-    assert record["memory_peak_bytes"] - MIB <= peak.memory_bytes <= result.server_peak + MIB
+    assert record["memory_peak_bytes"] - MIB <= peak.memory_bytes <= peak_outside
     assert found.starts[0].time <= peak.time <= found.end.time
     # A sample each half second, and one for each result.
     assert 1 <= len(found.samples) <= 3 * (found.end.time - found.starts[0].time) + 10

@@ -84,12 +84,12 @@ class ErrorRecorder(logging.Handler):
 
     def start(self) -> None:
         """Start recording."""
-        logging.getLogger().addHandler(self)
+        logging.root.addHandler(self)
         threading.Thread(target=self._run, name="nvflare_lazy_errors", daemon=True).start()
 
     def stop(self) -> None:
         """Stop recording."""
-        logging.getLogger().removeHandler(self)
+        logging.root.removeHandler(self)
         self._closed = True
         self._changed.set()
 
