@@ -139,6 +139,10 @@ def read_job(run: Path, job: str | None = None) -> list[RecordFile]:
 
 def _find(run: Path) -> Iterator[_Found]:
     if run.is_file():
+        if run.suffix != Path(FILE_NAME).suffix and not zipfile.is_zipfile(run):
+            raise RecordsError(
+                f"{run} is neither a record file nor a complete zip file; if it is a download, repeat it"
+            )
         yield from _in_file(run)
         return
     for root in (run, *_job_stores(run)):

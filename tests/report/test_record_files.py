@@ -124,13 +124,16 @@ def test_damaged_and_missing_records(tmp_path: Path):
 
 
 def test_damaged_zip_files(tmp_path: Path):
-    """An archive without dates is read; one with other bytes, or one that is encrypted, is an error."""
+    """An archive without dates is read; one that is cut, has other bytes or is encrypted is an error."""
     records = write(tmp_path / FILE_NAME, server_records(JOB))
     packed = archive(tmp_path / "packed.zip", records, date=(1980, 0, 0, 0, 0, 0))
     assert sites(packed) == {"server": 3}
     content = packed.read_bytes()
     packed.write_bytes(content.replace(b'"site"', b'"SITE"', 1))
     with pytest.raises(RecordsError, match=r"cannot read the zip file .*: Bad CRC-32 .*; download it again"):
+        read_job(packed)
+    packed.write_bytes(content[:-30])
+    with pytest.raises(RecordsError, match=r"nor a complete zip file; if it is a download, repeat it"):
         read_job(packed)
     directory = content.rindex(b"PK\x01\x02")
     packed.write_bytes(content[:6] + b"\x01" + content[7 : directory + 8] + b"\x01" + content[directory + 9 :])
