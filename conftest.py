@@ -22,7 +22,7 @@ import pytest
 ROOT = Path(__file__).parent
 SLOW_TEST_SECONDS = 3600
 MAX_WORKERS = 3
-#: Worker processes begin with these, so that no worker is left with a long test at the end.
+#: Worker processes start with these, so that no worker is left with a long test at the end.
 LONGEST_FIRST = ("integration_tests/", "tests/documents/", "tests/transport/")
 #: Workers take the tests of these modules one by one. The tests of other modules stay together and share fixtures.
 TEST_BY_TEST = ("integration_tests/", "tests/documents/test_documents.py")
@@ -89,7 +89,7 @@ def _place(item: pytest.Item) -> tuple[bool, str, int, str]:
 @pytest.fixture(scope="session")
 def temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Directory for the temporary files of this process and its child processes, which must end before the tests do."""
-    # These two stay until this process ends: pytest's directory and the one of multiprocessing.
+    # These two stay until this process ends: pytest's directory and the directory of multiprocessing.
     tmp_path_factory.getbasetemp()
     multiprocessing.util.get_temp_dir()
     # Not below pytest's own directory: the path of a Unix socket must not be longer than 107 bytes.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the main benchmark, or one by its name: `make bench`, `make bench ARGS="read_safetensors --gib 1"`.
 
-`make bench ARGS=list` says which there are.
+`make bench ARGS=list` lists them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MAIN = "federated"
 
 
 def runnable() -> dict[str, str]:
-    """Return the benchmarks by name, each with the first line of what it says about itself."""
+    """Return the benchmarks by name, each with the first line of its docstring."""
     found = {}
     for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
         text = path.read_text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What aggregating costs, beside the limit of the machine, stock NVFlare and NumPy.
+"""The cost of aggregation, compared with the limit of the machine, NVFlare and NumPy.
 
     python -m benchmarks.aggregate                  # all parts, with 4 contributors of 1 GiB
     python -m benchmarks.aggregate limits --mib 256 # one part, smaller
@@ -9,8 +9,8 @@ Parts:
            waits for the disk. From the page cache, the limit reads all contributions once and writes a result, on all
            cores, with and without the arithmetic. From the disk, the limit reads them once, file by file. Stock NVFlare
            materializes every tensor, adds with its WeightedAggregationHelper, and saves with torch.save.
-  memory   peak anonymous memory over budgets, sizes and numbers of contributors, each in a process of its own.
-  rules    median, trimmed mean and Krum of 8 contributors of half the size, beside NumPy with all of it in memory.
+  memory   peak anonymous memory over budgets, sizes and numbers of contributors, each in a separate process.
+  rules    median, trimmed mean and Krum of 8 contributors of half the size, compared with NumPy in memory.
   small    20,000 tensors of a few hundred elements.
 """
 
@@ -121,7 +121,7 @@ def show(seconds: Mapping[str, list[Turn]], reference: str, nbytes: int) -> None
 
 
 def judge(seconds: Mapping[str, list[Turn]], limit: str, most: float) -> None:
-    """Print whether the engine takes at most so many times as long as a limit."""
+    """Print whether the engine takes at most a given multiple of the time of a limit."""
     clock = statistics.median(seconds[ENGINE]) / statistics.median(seconds[limit])
     cpu = [statistics.median(turn.cpu_seconds for turn in seconds[name]) for name in (ENGINE, limit)]
     verdict = "holds" if clock <= most else "does not hold"
@@ -240,7 +240,7 @@ def measure_once(budget: str, rule: str, out: str, *paths: str) -> None:
 
 
 def measure_rules(folder: Path, options: argparse.Namespace) -> None:
-    """Time rules that stand liars, and NumPy's with everything in memory."""
+    """Time robust rules, and NumPy's with everything in memory."""
     contributors = Contributors(folder, 8, options.mib // 2, torch.float32)
     print(f"\n8 × {options.mib // 2} MiB float32, NumPy has all of it in memory before its clock starts:", flush=True)
     contributors.warm()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least that an aggregation can take on a machine: reading, arithmetic and writing, alone and together.
+"""The minimum time of an aggregation on a machine: reading, arithmetic and writing, alone and together.
 
-Plain loops in Python threads without what the engine does in addition: no names, weights, checks, provenance or exact
+Plain loops in Python threads without the other work of the engine: names, weights, checks, provenance and exact
 rounding. `benchmarks.aggregate` compares the engine with them in the same run.
 """
 

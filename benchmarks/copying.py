@@ -21,7 +21,7 @@ MOST = 1 << 30
 
 
 def through_buffer(nbytes: int) -> Callable[[int, int, int], None]:
-    """Return a way to copy through a buffer of so many bytes."""
+    """Return a way to copy through a buffer of this size."""
     buffer = memoryview(bytearray(nbytes))
 
     def copy(source: int, target: int, size: int) -> None:

@@ -8,7 +8,7 @@
 Three tables: a local deployment with external trainers, the simulator, and the server's memory for more clients and
 larger models. Modes alternate, so that other load of the machine affects all of them. Writes `runs.json.gz`, a
 report in Markdown and pictures into `--out`. `--render` repeats report and pictures from `runs.json.gz`. The report
-lists failed jobs, such as those of stock NVFlare that run out of memory.
+lists failed jobs, such as a job of stock NVFlare that runs out of memory.
 """
 
 from __future__ import annotations

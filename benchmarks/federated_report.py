@@ -247,7 +247,7 @@ def _beside(runs: Sequence[Record], stock: Sequence[Record], value: Callable[[Re
 
 
 # Environment, mode, name, and the limits of a later round and CPU as multiples of stock NVFlare. The first round is not
-# limited: most of it is the start of NVFlare's processes, which takes as long with a model of 4 KiB.
+# limited: most of it is the start of NVFlare processes, which takes as long with a model of 4 KiB.
 _MOST_TIMES_STOCK = (
     ("poc", "level-3", "deployment, both ends", 0.55, 0.6),
     ("poc", APART, "deployment, both ends, server apart", 0.8, 0.85),

@@ -63,7 +63,7 @@ class Turn(float):
 def in_turns(
     rivals: Mapping[str, Callable[[], object]], rounds: int, before: Callable[[], object] = os.sync
 ) -> dict[str, list[Turn]]:
-    """Return what each rival took in each round; each round begins with another one.
+    """Return the time of each rival in each round; each round starts with a different rival.
 
     Args:
         rivals: What to measure.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What opening a PyTorch checkpoint costs, kind by kind, beside `torch.load`.
+"""The cost of opening a PyTorch checkpoint, kind by kind, compared with `torch.load`.
 
     python -m benchmarks.open_pytorch                       # 4 GiB as 500 tensors: zip, legacy, tar
     python -m benchmarks.open_pytorch --gib 1 --kinds zip
 
-Each reader is a process of its own that has opened a small file of the kind before, so that imports do not count.
-Anonymous memory is RssAnon, bytes read are rchar of /proc/self/io; what is read through a memory map is not in that.
+Each reader is a separate process that has opened a small file of the kind before, so that imports do not count.
+Anonymous memory is RssAnon, bytes read are rchar of /proc/self/io, which does not include reads through a memory map.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def make(kind: str, path: Path, count: int, numel: int) -> None:
 
 
 def make_tar(path: Path, count: int, numel: int) -> None:
-    """Write the oldest kind, which torch cannot write any more, with holes in place of the tensors."""
+    """Write the oldest kind, which current torch cannot write, with holes instead of tensors."""
     rows = [pickle.dumps((index, "cpu", torch.FloatStorage), 2) + struct.pack("<q", numel) for index in range(count)]
     tensors = [pickle.dumps(count, 2)]
     names = []
@@ -78,7 +78,7 @@ def _header(name: str, size: int) -> bytes:
 
 
 def opened(reader: str, path: Path) -> tuple[Mapping[str, torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
-    """Return a checkpoint's tensors and how to get one of them into memory of its own."""
+    """Return a checkpoint's tensors and a way to copy one of them to separate memory."""
     if reader == "nvflare-lazy":
         return open_pytorch(path), lambda tensor: tensor.materialize()
     return torch.load(path, mmap=reader == "torch mmap", weights_only=True), torch.Tensor.clone

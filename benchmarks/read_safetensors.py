@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What opening and reading safetensors costs, single and sharded, beside the safetensors library.
+"""The cost of opening and reading safetensors, single and sharded, compared with the safetensors library.
 
     python -m benchmarks.read_safetensors                 # 4 GiB as 500 tensors
     python -m benchmarks.read_safetensors --gib 1 --rounds 3
 
-Opening is measured in a process of its own for each reader, which has opened a small file before, so that imports do
-not count. Bytes read are rchar of /proc/self/io; what is read through a memory map is not in that. Reading is
-measured in one process, in turns, from the page cache: every tensor once, into memory of its own, summed up (so that
-every byte of it is really used), and copied into a parameter that is there already (what loading a model does); the
-last also from the disk, the page cache having let go of the file.
+Opening is measured in a separate process for each reader, which has opened a small file before, so that imports do not
+count. Bytes read are rchar of /proc/self/io, which does not include reads through a memory map. Reading is measured in
+one process, in turns, from the page cache: every tensor once, into separate memory, summed up (so that every byte of it
+is really used), and copied into an existing parameter (as in loading a model). The last is also measured from the disk,
+after the file was dropped from the page cache.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def read_all(reader: str, path: Path, use: Callable[[str, torch.Tensor], object]
 
 
 def let_go_of(path: Path) -> None:
-    """Have the page cache forget a file."""
+    """Drop a file from the page cache."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

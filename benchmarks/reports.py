@@ -81,7 +81,7 @@ def keep_records(result: RunResult, target: Path) -> None:
     """Write the records of all sites to a zip file."""
     server = result.server_run_dir / FILE_NAME
     files = {path.parents[1].name: path for path in result.workspace.rglob(FILE_NAME) if path != server}
-    if server.exists():  # in a deployment, in a download; in swarm learning, the server has none
+    if server.exists():  # in a deployment, in a download; in swarm learning, the server does not download
         files["server"] = server
     target.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What saving safetensors costs, streamed from a checkpoint on disk, beside the safetensors library from memory.
+"""The cost of a streamed save of safetensors, compared with the safetensors library from memory.
 
     python -m benchmarks.save_safetensors                 # 2 GiB as 250 tensors
     python -m benchmarks.save_safetensors --gib 1 --rounds 3
 
 The library has every tensor in memory before its clock starts; the lazy save reads them from another file. Both are
-measured with and without waiting for the disk: where it says so, the library's file and its directory are flushed, as
-a lazy save does by itself. Peak memory is measured in a process that holds no tensors.
+measured with and without waiting for the disk: where stated, the library's file and its directory are flushed, as a
+lazy save always does. Peak memory is measured in a process that holds no tensors.
 """
 
 from __future__ import annotations

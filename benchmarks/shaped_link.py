@@ -36,7 +36,7 @@ _QUEUE_SECONDS = 0.02
 _SOCKET_BYTES = 256 << 10
 _SECONDS_FOR_EACH = 3.0
 _MAX_MIB = 512
-# The processes, by what they are in a deployment.
+# The processes, by their roles in a deployment.
 _ROLES = {
     "server__job": "server job",
     "server": "server parent",

@@ -11,7 +11,7 @@ clients that use the package (level 3), counted in the server's job process. Cal
 
 A form of a tensor's description is a class whose objects have the type and the shape of a tensor, or its position, if
 an object of it was created in that round. Forms between a result and its checkpoint count, from the received lazy
-tensors to those of the new model. Two others are shown by themselves: the form on the wire, which a message needs
+tensors to the tensors of the new model. Two others are shown separately: the form on the wire, which a message needs
 whatever happens before and after it, and the fields of `LazyTensor`, which is the tensor and not its description.
 """
 
@@ -110,7 +110,7 @@ def _describes_a_tensor(node: ast.ClassDef) -> bool:
     return is_geometry or {"offset", "nbytes"} <= fields
 
 
-# ---- what is traced ------------------------------------------------------------------------------------------------
+# ---- traced functions ---------------------------------------------------------------------------------------------
 
 
 def receive(sender_has_package: bool) -> None:

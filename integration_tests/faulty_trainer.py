@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measured job's client, going wrong as it is told: `{"3": "garbage"}` in FAULTS makes site-3 do so in round 0.
 
-Travels in the job's `custom` folder. Its client has no plugin: what is sent is what a stock client would send, spoilt.
+Travels in the job's `custom` folder. Its client has no plugin: it sends a stock client's message, corrupted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def spoilt(self, index):
     if index == 2 and fault == "pauses":
         time.sleep(15)
     if index == 2 and fault == "waits":
-        # Says so, to be killed by somebody else.
+        # Prints this; then another process kills it.
         pathlib.Path(os.environ["WAITS"]).touch()
         time.sleep(3600)
     return item

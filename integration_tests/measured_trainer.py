@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training script with a model of its own that writes down what it gets, and how much memory it takes beside that.
+"""A training script with a custom model, which records the received values, and its memory in addition to the model.
 
-With LINGER in the environment it does not end by itself: SIGTERM ends the first site's, and only SIGKILL the others'.
+With LINGER in the environment it does not end alone: SIGTERM ends the first site's, and only SIGKILL the others'.
 Travels in the job's `custom` folder.
 """
 

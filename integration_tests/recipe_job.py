@@ -35,7 +35,7 @@ class RecipeJob(FLJob):
     """The job of a recipe, and further components of the server.
 
     Args:
-        recipe: An NVFlare recipe or one of ours; `RecipeOf` is one for any other job.
+        recipe: A recipe from NVFlare or this package; `RecipeOf` is one for any other job.
         watched: Whether a filter of the server writes the types of results to the file that WITNESS names.
     """
 

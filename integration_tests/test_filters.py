@@ -19,7 +19,7 @@ FILTERS = Path(__file__).parent / "filters"
 
 @pytest.mark.parametrize("mode", ["level-2", pytest.param("level-1", marks=pytest.mark.slow)])
 def test_exclude_vars_and_percentile_privacy(run_job: JobRunner, mode: str):
-    """One takes tensors out unread, the other computes with all of them; any aggregator goes on with what is left."""
+    """One takes tensors out unread, the other computes with all of them; any aggregator continues with the rest."""
     job = FLJob(
         mode=mode,
         exchange="numpy",

@@ -67,7 +67,7 @@ def test_the_server_stays_flat_with_any_number_of_clients(peak, mode, clients, m
 @pytest.mark.slow
 @pytest.mark.parametrize(("clients", "mib"), [(16, 256), (1, 4 * GIB)])
 def test_the_server_stays_flat_with_trainers_that_hold_one_tensor(peak, clients, mib):
-    """The machine needs memory for few tensors of each client, so many clients and a large model are possible."""
+    """The machine needs memory for a few tensors of each client, which permits many clients and a large model."""
     job = {"mode": "level-3", "clients": clients, "trainer": FL_JOB / "streaming_trainer.py"}
     idle = peak(**job, model_mib=0.03, tensors=64)
     assert peak(**job, model_mib=mib, tensors=64) <= idle + 192 * MIB

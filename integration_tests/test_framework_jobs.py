@@ -130,7 +130,7 @@ def test_lightning_with_experiment_tracking(stock_and_lazy, level):  # noqa: F81
 
 @in_deployment
 def test_homomorphic_encryption(tmp_path, net, monkeypatch):  # noqa: F811
-    """Encrypted results are not tensors: the job works as without this package, and one warning says so."""
+    """Encrypted results are not tensors: the job works as without this package, with one warning."""
     pytest.importorskip("tenseal")
     import yaml
     from nvflare.app_opt.pt.recipes.fedavg_he import FedAvgRecipeWithHE

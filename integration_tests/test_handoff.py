@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job on one host: all models and results are handed over as files, and the model is that of any other job."""
+"""A job on one host: all models and results are handed over as files, and the model is the same as in any other job."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def check_model(result: RunResult) -> None:
 
 
 def check_client_records(result: RunResult) -> None:
-    """Check that each client has the bytes, seconds, way and round of what its processes transferred."""
+    """Check that each client has the bytes, seconds, transport and round of the transfers of its processes."""
     nbytes = int(result.job.model_mib * MIB)
     for path in result.workspace.glob(f"site-*/simulate_job/{FILE_NAME}"):
         found = read_records(path)

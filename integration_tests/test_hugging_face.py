@@ -72,7 +72,7 @@ def run(tmp_path, monkeypatch):
     """Runs two rounds of a job and returns the directory of its checkpoints."""
     monkeypatch.setenv("NVFLARE_LAZY_SCRATCH", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir(mode=0o700)
-    # NVFlare finds these files only outside of packages that are on the path.
+    # NVFlare finds these files only outside packages that are on the path.
     script, wrappers = (shutil.copy(path, tmp_path) for path in (TRAIN, WRAPPERS))
 
     def run(checkpoint: Path | None, arguments: str, *, stock_recipe: bool = False, **options: object) -> Path:

@@ -54,7 +54,7 @@ def test_the_model_is_the_exact_mean_rounded_once(run_job: JobRunner, mode, exch
 
 
 def test_bad_clients_cost_only_themselves(run_job: JobRunner):
-    """Garbage, a short item, a wrong shape, NaN, a tensor nobody knows: the round goes on, the log says why."""
+    """Garbage, a short item, a wrong shape, NaN, an unknown tensor: the round continues, the log has the reason."""
     faults = {"2": "garbage", "3": "shape", "4": "nan", "5": "stranger", "6": "truncated"}
     job = FLJob(mode="level-2", clients=6, model_mib=1, tensors=4, rounds=2, trainer=FAULTY)
     result = run_job(job, environment={"FAULTS": str(faults).replace("'", '"')})
@@ -75,7 +75,7 @@ def test_bad_clients_cost_only_themselves(run_job: JobRunner):
 
 @pytest.mark.slow
 def test_a_client_killed_while_it_sends_is_done_without(run_job: JobRunner):
-    """With min_responses the round ends with the others, and so does the next; the log says that no result came."""
+    """With min_responses the round ends with the others, and so does the next; the log reports the missing result."""
     job = FLJob(
         mode="level-2",
         clients=3,

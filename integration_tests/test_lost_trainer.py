@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers in processes of their own: one dies or hangs while its result is read, and costs no more than itself.
+"""Trainers in separate processes: one ends or hangs while its result is read, and costs only its own result.
 
-A site that only hung comes back in the next round. A site whose trainer died with a result that it had announced leaves
-the job: that is NVFlare's doing, and in a deployment it ends the job for all when a site says so.
+A site that only hung comes back in the next round. A site whose trainer ended with an announced result leaves the job.
+This is NVFlare's behavior, and in a deployment the report of a site ends the job for all.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_one_that_hangs_is_back_in_the_next_round(run_job: JobRunner):
 
 @pytest.mark.slow
 def test_one_that_dies_is_done_without(run_job: JobRunner):
-    """The job goes on with the others at once; the log has the exit code."""
+    """The job continues with the others at once; the log has the exit code."""
     result = run_job(job(wait=8), environment={"FAULTS": '{"2": "dies"}'})
     check(result, result.workspace.parent / "scratch", after=[1, 3])
     assert "rc=9" in records(result, "round")[0]["skipped"]["site-2"]
@@ -107,7 +107,7 @@ def test_one_that_is_killed_in_mid_download(run_job: JobRunner, tmp_path: Path, 
             wait_for(lambda: all(lease.alive for lease in list_scratch(scratch)), 120)
             seen.extend(list_scratch(scratch))
 
-    # Files that are handed over are there at once: there would be no moment in the middle of a download.
+    # Files that are handed over are complete at once: such a transfer has no middle.
     segments = {"handoff": False}
     described = job(wait=30, kind=kind, model_mib=16, rounds=3, trainer=KILLED, offload=segments)
     result = run_job(described, environment={"DOWNLOADS": str(downloads)}, during=look)

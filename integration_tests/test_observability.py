@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job says about its rounds: a line for people, a record for programs, a metric for receivers of analytics."""
+"""The rounds of a job as lines for people, records for programs, and metrics for receivers of analytics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ END = re.compile(
 
 
 def test_every_round_is_told_three_times(run_job: JobRunner, tmp_path: Path):
-    """INFO lines, JSON lines in the run directory and analytics events say the same, the client left out included."""
+    """INFO lines, JSON lines in the run directory and analytics events agree, even about the skipped client."""
     seen = tmp_path / "witness.jsonl"
     job = FLJob(
         mode="level-2",

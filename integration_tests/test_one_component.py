@@ -41,7 +41,7 @@ def test_a_stock_job_with_the_component_gives_what_it_gives_without(run_job: Job
     [pytest.param({}, id="stock"), pytest.param({"aggregator": {"path": "witness.PlainAggregator"}}, id="custom")],
 )
 def test_one_bad_client_costs_only_itself_with_others_aggregators(run_job: JobRunner, controller: dict):
-    """Garbage and a wrong shape are left out whole, with the reason; the next round has everybody again."""
+    """Results with garbage or a wrong shape are skipped, with the reason; the next round has all clients again."""
     job = FLJob(
         mode="level-1",
         clients=4,

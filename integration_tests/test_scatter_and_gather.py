@@ -23,7 +23,7 @@ GENERATOR = "nvflare.app_common.shareablegenerators.full_model_shareable_generat
 
 
 class ScatterAndGatherJob(FLJob):
-    """The job with another controller, and the components that it wants."""
+    """The job with another controller, and the components that it requires."""
 
     def server(self) -> dict[str, Any]:
         config = super().server()
@@ -50,7 +50,7 @@ def saved(result: RunResult) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["level-2", "level-1"])
 def test_all_results_count_but_the_bad_ones(run_job: JobRunner, mode: str):
-    """Garbage and a wrong shape in the first round cost their clients' results only, and the log says why."""
+    """Garbage and a wrong shape in the first round cost their clients' results only, and the log has the reason."""
     job = ScatterAndGatherJob(mode=mode, clients=4, model_mib=1, tensors=4, rounds=2, trainer=FAULTY)
     result = run_job(job, environment={"FAULTS": '{"2": "garbage", "3": "shape"}'})
     first, second = records(result, "round")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A provisioned deployment with mutual TLS: who can connect, and what a second process of a site does to a job.
+"""A provisioned deployment with mutual TLS: permitted connections, and a second process of a site.
 
 These are NVFlare's defenses. The tests state what docs/security.md says about them, and that a job here relies on them.
 """

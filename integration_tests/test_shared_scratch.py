@@ -34,7 +34,7 @@ class KilledUsers:
 
     def __init__(self, root: Path) -> None:
         self.kills = 0
-        #: How many of them left something, and what was the most at a time.
+        #: The number of processes that left a file, and the maximum at one time.
         self.abandoned = self.most_abandoned = 0
         self._root = root
         self._chance = random.Random(13)

@@ -82,7 +82,7 @@ def check_records(result: RunResult, job: SwarmJob) -> None:
             assert (record["nbytes"], record["tensors"]) == (job.model_mib * MIB, job.tensors)
             assert record["accepted"]
     for site, found in records(result, "contribution").items():
-        # An in-process trainer has its result in the memory of its own client.
+        # An in-process trainer has its result in the memory of its client.
         own = f"site-{site}" if not job.external else None
         assert all(record["on_disk"] == (record["client"] != own) for record in found)
     logs = [path.read_text() for path in result.workspace.glob("*/log.txt")]
@@ -118,7 +118,7 @@ def check(result: RunResult, job: SwarmJob) -> None:
 
 @pytest.mark.parametrize("mode", ["level-1", "level-2"])
 def test_swarm_in_process(run_job: JobRunner, mode: str):
-    """The bits of NVFlare's aggregation at level 1, the exact mean at level 2; both leave nothing in scratch."""
+    """At level 1 the model equals NVFlare's, at level 2 the exact mean; both leave nothing in scratch."""
     job = SwarmJob(mode=mode, clients=2, model_mib=1, tensors=4, rounds=2)
     check(run_job(job), job)
 
@@ -126,7 +126,7 @@ def test_swarm_in_process(run_job: JobRunner, mode: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["pytorch", "numpy"])
 def test_level_1_gives_the_bits_of_nvflare(run_job: JobRunner, exchange: str):
-    """A job without this package and one with it at level 1, both of NVFlare's recipe: equal models."""
+    """A job without this package and one with it at level 1, both from NVFlare's recipe: equal models."""
     arguments = {"clients": 2, "model_mib": 1, "tensors": 4, "rounds": 2, "exchange": exchange}
     models = []
     for mode in ("stock", "level-1"):

@@ -26,7 +26,7 @@ TEMPLATES = Path(__file__).parents[1] / "job_templates"
     ],
 )
 def test_a_template_makes_a_job_that_runs(tmp_path: Path, template: str, clients: int):
-    """`nvflare job create` takes the template, and the simulator runs what comes out."""
+    """`nvflare job create` takes the template, and the simulator runs the resulting job."""
     nvflare = shutil.which("nvflare", path=str(Path(sys.executable).parent))
     environment = {**os.environ, "HOME": str(tmp_path), "NVFLARE_LAZY_SCRATCH": str(tmp_path)}
     job, workspace = tmp_path / "job", tmp_path / "workspace"

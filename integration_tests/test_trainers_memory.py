@@ -19,7 +19,7 @@ _ONE_COPY = [case for case in CASES if case.exchange == "pytorch" and not case.e
 @pytest.mark.parametrize("external", [False, True], ids=["in process", "external"])
 @pytest.mark.parametrize("case", _ONE_COPY, ids=lambda case: case.name)
 def test_one_copy_of_the_model(case: Case, external: bool):
-    """The idle process, the model, and half of it for what is in flight and the tensor that is loaded."""
+    """The idle process, the model, and half of it for data in flight and the loaded tensor."""
     if not all(map(find_spec, case.packages)):
         pytest.skip(f"needs {', '.join(case.packages)}")
     found = measure(case, 256, external=external, package=True)

@@ -115,7 +115,7 @@ def test_cyclic_training_and_cross_site_evaluation(stock_and_lazy, net, level):
             model=net.Net(16),
             train_script=TRAIN,
             server_expected_format="pytorch",
-            # Otherwise a site of a busy machine is left out.
+            # Otherwise a site of a busy machine is skipped.
             task_assignment_timeout=300,
             # Otherwise the site that registers first is the first one.
             server_config_overrides={"order": ["site-1", "site-2"]},

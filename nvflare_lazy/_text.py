@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text for users: sizes such as "256MiB", "1.5 GB" or "5%", and untrusted text made safe for messages and logs.
 
-Names and error texts come from the network and from files. Errors and log lines escape what a terminal or a reader of a
-log could mistake for something else.
+Names and error texts come from the network and from files. Errors and log lines escape text that a terminal or a reader
+of a log could misinterpret.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def message(text: str) -> str:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return a logger whose messages are printable; further lines of a message are marked, also of tracebacks."""
+    """Return a logger whose messages are printable; further lines of a message are marked, even in tracebacks."""
     logger = logging.getLogger(name)
-    # Has an effect once, however often it is called.
+    # Repeated calls have no effect.
     logger.addFilter(_make_printable)
     return logger
 

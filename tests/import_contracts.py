@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A contract for import-linter, which has none for names: what begins with `_` is imported only inside its package."""
+"""A contract for import-linter, which lacks one for names: a leading `_` permits imports only inside the package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlinter import Contract, ContractCheck, output
 
 
 class PrivateModulesContract(Contract):
-    """A module or package whose name begins with `_` is imported only by modules of its parent package."""
+    """A module or package with a leading `_` is imported only by modules of its parent package."""
 
     type_name = "private_modules"
 

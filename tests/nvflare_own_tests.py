@@ -4,8 +4,8 @@
     python -m tests.nvflare_own_tests CLONE_OF_NVFLARE [-n 4] [tests/unit_test/PART ...]
 
 Run it by hand before a new release of NVFlare is allowed: it takes some 20 minutes and prints the tests that fail only
-with this package. Most of them replace or inspect private functions; look at those that are new. The other arguments
-are pytest's. Needs pyhocon and parameterized, as NVFlare's tests do.
+with this package. Most failures are in tests that replace or inspect private functions; look at new ones. The other
+arguments are pytest's. Needs pyhocon and parameterized, as NVFlare's tests do.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pyte
 
 
 class Terminal:
-    """A pseudoterminal, and an emulator that shows what is written to it."""
+    """A pseudoterminal, and an emulator that shows the output to it."""
 
     def __init__(self, rows=12, columns=80):
         self.screen = pyte.HistoryScreen(columns, rows, history=1000)
@@ -45,6 +45,6 @@ class Terminal:
         os.close(self.master)
 
     def lines(self):
-        """All lines, those that have scrolled off included, as they are wrapped."""
+        """All lines, including those scrolled off, as they are wrapped."""
         gone = ["".join(line[column].data for column in range(self.screen.columns)) for line in self.screen.history.top]
         return [line.rstrip() for line in [*gone, *self.screen.display]]

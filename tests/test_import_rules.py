@@ -14,7 +14,7 @@ LINT_IMPORTS = "from importlinter.cli import lint_imports_command as run; run()"
 
 
 def lint(directory: Path, modules: dict[str, str]) -> tuple[int, str]:
-    """Lint a package made of these modules by this project's rules: the exit code, and what was said."""
+    """Lint a package made of these modules by this project's rules: the exit code, and the output."""
     package = directory / "nvflare_lazy"
     for name, source in {"__init__": "", **modules}.items():
         path = package / f"{name.replace('.', '/')}.py"
@@ -36,7 +36,7 @@ def lint(directory: Path, modules: dict[str, str]) -> tuple[int, str]:
 
 
 def test_right_way(tmp_path):
-    """Missing packages are no mistake, and imports down the layers and of a package's own private modules pass."""
+    """Missing packages are allowed, and imports down the layers and of a package's own private modules pass."""
     for name, modules in {
         "only the lowest layer": {"errors": ""},
         "every layer": {
@@ -62,7 +62,7 @@ def test_right_way(tmp_path):
 
 
 def test_against_the_layers(tmp_path):
-    """Imports up the layers, between siblings and through the top are refused, inside functions as well."""
+    """Imports up the layers, between siblings and through the top are refused, even inside functions."""
     wrong = [
         ("errors", "tensors.a"),
         ("tensors.a", "formats.a"),
@@ -96,7 +96,7 @@ def test_a_module_without_a_layer(tmp_path):
 
 
 def test_nvflare_is_imported_in_three_packages_only(tmp_path):
-    """Other packages may not import NVFlare, inside functions as well."""
+    """Other packages may not import NVFlare, even inside functions."""
     layers = ("errors", "tensors.a", "formats.a", "scratch.a", "aggregation.a", "cli.a")
     modules = dict.fromkeys(layers, "from nvflare.fuel.utils import fobs")
     modules |= {"cli.b": "def doctor():\n    import nvflare", "__init__": "import nvflare", "flare.a": "import nvflare"}
@@ -108,7 +108,7 @@ def test_nvflare_is_imported_in_three_packages_only(tmp_path):
 
 
 def test_private_modules(tmp_path):
-    """A module or package whose name begins with an underscore is imported only inside its parent package."""
+    """A module or package with a leading underscore is imported only inside its parent package."""
     wrong = {
         "formats.pytorch.open": "tensors._b",
         "formats.open": "formats.pytorch._zip",

@@ -104,7 +104,7 @@ def test_options_that_do_not_fit():
 
 
 def test_size_of_a_hugging_face_directory(tmp_path):
-    """Tied tensors are stored once and exchanged under both names; the state of an optimizer is float32."""
+    """Tied tensors are stored one time and exchanged under both names; the state of an optimizer is float32."""
     words = torch.zeros(4096, 8, dtype=torch.bfloat16)
     save({"model.embed_tokens.weight": words, "steps": torch.tensor(1)}, tmp_path / "model.safetensors")
     config = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 4096, "tie_word_embeddings": True}
@@ -116,7 +116,7 @@ def test_size_of_a_hugging_face_directory(tmp_path):
 
 
 def test_size_of_a_training_checkpoint(tmp_path):
-    """The section of NVFlare's files with the model, or another section."""
+    """The section of an NVFlare file with the model, or another section."""
     state = {"w": torch.zeros(100)}
     torch.save({"model": state, "optimizer": {"m": torch.zeros(700)}}, tmp_path / "nvflare.pt")
     assert ModelSize.of(tmp_path / "nvflare.pt").nbytes == 400

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `import nvflare_lazy` offers, and what it costs: no NVFlare, and hardly more time than torch alone."""
+"""The contents of `import nvflare_lazy`, and its cost: no NVFlare, and hardly more time than torch alone."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ def test_parse(text, nbytes):
 
 @pytest.mark.parametrize("text", [-1, "", "-1", "MiB", "5 apples", "5%", "1e9", "1 2", "5 M i B"])
 def test_not_a_size(text):
-    """A mistake says what a size looks like, rather than becoming some number."""
+    """The error for an invalid size shows the expected form; no number is guessed."""
     with pytest.raises(ValueError, match="invalid size"):
         parse_size(text)
 
 
 def test_percentage():
-    """A share of a disk makes sense only where there is a disk, and only up to all of it."""
+    """A share of a disk requires a disk, and is at most 100 %."""
     assert parse_size("5%", of=2000) == 100
     with pytest.raises(ValueError, match="invalid size"):
         parse_size("101%", of=2000)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text of clients and files in errors and log lines: nobody can forge a line, or hide or move what a terminal shows."""
+"""Text of clients and files in errors and log lines cannot forge a line, or hide or move text on a terminal."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def logged():
 
 
 def check_lines(text):
-    """No line begins with text of somebody else, and all are printable."""
+    """No line starts with untrusted text, and all are printable."""
     assert "all is well" in text
     for line in text.removesuffix("\n").split("\n"):
         assert line.isprintable()
@@ -93,7 +93,7 @@ def components():
 
 
 def test_every_logger_is_printable(logged):
-    """Whatever a module or a component logs, with or without a traceback, cannot be taken for lines of its own."""
+    """A module's or component's messages, with or without a traceback, cannot be mistaken for separate log lines."""
     names = [
         name for name in MODULES if isinstance(getattr(importlib.import_module(name), "logger", None), logging.Logger)
     ]
@@ -127,7 +127,7 @@ def test_a_message_is_cut(logged):
 
 
 class Liar:
-    """An object with a representation of its own."""
+    """An object with a custom representation."""
 
     def __repr__(self):
         return HOSTILE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.fl_job`: run the job once for each mode and print what it took."""
+"""`python -m benchmarks.fl_job`: run the job once for each mode and print its time and memory."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class MemoryGroup:
                 time.sleep(0.1)
 
     def add(self, pid: int) -> None:
-        """Move a process into the group, with the memory that it takes from now on."""
+        """Move a process into the group, with the memory that it allocates afterwards."""
         self._write("cgroup.procs", pid)
 
     def enter(self) -> None:

@@ -41,7 +41,7 @@ class Peak(threading.Thread):
     def run(self) -> None:
         while not self._end.wait(0.003):
             self.most = max(self.most, anonymous())
-            # NVFlare ends external trainers, so what was seen last counts.
+            # NVFlare ends external trainers, so the last sample counts.
             Path(os.environ["PEAK"]).write_text(json.dumps({"idle": self.idle, "peak": self.most}))
 
 

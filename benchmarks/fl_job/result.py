@@ -61,7 +61,7 @@ class RunResult:
 
     @property
     def server_timeline(self) -> list[tuple[float, int]]:
-        """Seconds and anonymous memory of the server's job process, and not of those that only started it."""
+        """Seconds and anonymous memory of the server's job process, without the processes that only started it."""
         servers = [sample for sample in self.samples if sample.role == "server"]
         job = max(servers, key=lambda sample: sample.anon, default=None)
         return [(sample.seconds, sample.anon) for sample in servers if job is not None and sample.pid == job.pid]
@@ -135,7 +135,7 @@ class RunResult:
 
     @property
     def page_cache_peak(self) -> int:
-        """Most bytes by which the machine's page cache grew over what it was at the start."""
+        """Maximum growth of the machine's page cache since the start."""
         cached = [sample.page_cache for sample in self.machine_samples]
         return max(cached) - cached[0] if cached else 0
 
@@ -183,7 +183,7 @@ class RunResult:
 
 
 def read_records(path: Path) -> list[dict[str, str]]:
-    """Return the records of NVFlare's JSON log; a last line that a killed process did not finish is left out."""
+    """Return the records of the JSON log, without a last line that a killed process did not finish."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:

@@ -115,7 +115,7 @@ def page_cache() -> int:
 
 
 def size_on_disk(directory: Path) -> int:
-    """Return the bytes the files below a directory take; those that vanish meanwhile count nothing."""
+    """Return the bytes of the files below a directory; files that vanish during the count are ignored."""
     total = 0
     for path, _, names in os.walk(directory):
         for name in names:

@@ -21,7 +21,7 @@ from nvflare_lazy.recipes import SwarmLearningRecipe, make_lazy
 class SwarmJob(FLJob):
     """One swarm job, made by a recipe: NVFlare's, with `TensorOffload` added at level 1, or ours at level 2.
 
-    The components are those of the clients.
+    The components are the clients' components.
 
     Args:
         recipe: Further arguments for the recipe.

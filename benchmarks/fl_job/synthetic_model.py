@@ -26,5 +26,5 @@ def initial_values(index: int, elements: int) -> torch.Tensor:
 
 
 def step(value: torch.Tensor, site: int) -> torch.Tensor:
-    """Return what a client makes of a tensor in a round: cheap, different at every site, repeatable to the bit."""
+    """Return a client's update of a tensor in a round: cheap, different at every site, repeatable to the bit."""
     return value.mul(1 + site / 128).add_(site * 1e-3)

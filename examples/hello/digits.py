@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 SIZE = 12
-# How often each digit is seen: neither site sees much of what the other has, the test has all of them alike.
+# The share of each digit: each site has few of the digits of the other, and the test has the same number of each.
 SITE_SHARES = {1: [9.0] * 5 + [1.0] * 5, 2: [1.0] * 5 + [9.0] * 5}
 TEST_SHARES = [1.0] * 10
 

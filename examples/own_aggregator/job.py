@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job of NVFlare's with an aggregator of one's own, without and with one more component on the server."""
+"""An NVFlare job with a custom aggregator, without and with one more component on the server."""
 
 from __future__ import annotations
 

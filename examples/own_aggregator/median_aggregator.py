@@ -9,7 +9,7 @@ from nvflare.app_common.aggregators.model_aggregator import ModelAggregator
 
 
 class MedianAggregator(ModelAggregator):
-    """Takes the median of what the clients sent, weight by weight."""
+    """Return the median of the clients' results, weight by weight."""
 
     def __init__(self) -> None:
         super().__init__()

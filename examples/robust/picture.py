@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture: what each rule's model believes, and how it came to that."""
+"""The chart: the predictions of the model with each rule, and their accuracy by round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 mpl.use("Agg")
 
-# Distinct for the colour-blind and in grey, too.
+# Distinct for color-blind readers and in gray.
 SIDES = ("#f4a582", "#92c5de")
 POINTS = ("#b2182b", "#2166ac")
 CURVES = {"mean": ("#b2182b", "s"), "trimmed_mean": ("#2166ac", "o")}
@@ -49,7 +49,7 @@ def draw(
 
 @torch.no_grad()
 def divide(panel: plt.Axes, model: torch.nn.Module, points: torch.Tensor, which: torch.Tensor) -> None:
-    """Colour the plane by what a model says, with the test points on it."""
+    """Color the plane by the predictions of a model, with the test points."""
     x, y = torch.linspace(-1.6, 2.6, 300), torch.linspace(-1.1, 1.6, 200)
     plane = torch.cartesian_prod(x, y)
     says = model(plane).argmax(dim=1).reshape(len(x), len(y)).T

@@ -45,7 +45,7 @@ _DEADLINE = 120
 
 
 def values(site: int, number: int) -> dict[str, np.ndarray]:
-    """Return what a site sends in a round."""
+    """Return a site's result of a round."""
     base = np.arange(ELEMENTS)
     return {
         name: (((base + 31 * index) % 101 + 7 * number + 3 * site) * 8).astype(np.float32)
@@ -112,7 +112,7 @@ class Turn:
         return {key: value.to(getattr(torch, name)) for key, value in self.params.items()}
 
     def result(self, params: Any = None, *, kind: Any = DataKind.WEIGHTS, **meta: Any) -> Shareable:
-        """Return a result; `steps`, `metrics` and `controls` are those of an honest client if they are not given."""
+        """Return a result; by default, `steps`, `metrics` and `controls` are an honest client's."""
         full = {
             FLMetaKey.NUM_STEPS_CURRENT_ROUND: meta.pop("steps", WEIGHTS[ATTACKER]),
             MetaKey.INITIAL_METRICS: meta.pop("metrics", {"accuracy": 0.5}),
@@ -565,7 +565,7 @@ class Site(Executor):
         return turn.result(params, steps=WEIGHTS[site])
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Send what the attack sends besides its result, and let the honest sites go on after it."""
+        """Send further messages of the attack, and let the honest sites continue after it."""
         turn = self._turn
         if turn is None:
             return

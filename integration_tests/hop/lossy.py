@@ -30,7 +30,7 @@ class LosesResults(FLComponent):
                     self._lost = not self._lost
                     if self._lost:
                         self.logger.info("lost a result")
-                        # Encoded as ever, for somebody who does not exist.
+                        # Encoded as usual, for a receiver that does not exist.
                         send(*args, **{**kwargs, "topic": "lost", "timeout": 0.1})
                         return make_reply(ReturnCode.TIMEOUT)
                 return send(*args, topic=topic, **kwargs)

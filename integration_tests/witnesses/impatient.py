@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A component that lets a job report the progress of its rounds more often than users want; for short tests."""
+"""A component that lets a job report the progress of its rounds at a short interval; for short tests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Components of a user who knows nothing of this package: they write down what they get. Travel in a job's `custom`."""
+"""A user's components without any use of this package: they record the received values. Travel in a job's `custom`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MetricsWitness(AnalyticsReceiver):
 
 
 class PlainAggregator(ModelAggregator):
-    """Averages what it has collected at the end of a round, as people write it who do not expect that reading fails."""
+    """Averages its collected values at the end of a round, in the usual way, without expecting that reading fails."""
 
     def __init__(self):
         super().__init__()

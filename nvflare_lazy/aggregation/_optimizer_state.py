@@ -2,8 +2,7 @@
 """The states of a server optimizer on disk, each found by the content of the global model that it belongs to.
 
 A model may be copied, renamed or stored by other code, so its path says nothing. The new state is written first, then
-the index that says which model it belongs to, then that model: a server killed at any moment finds a model with its
-state.
+the index that links it to its model, then that model: a server killed at any moment finds a model with its state.
 """
 
 from __future__ import annotations

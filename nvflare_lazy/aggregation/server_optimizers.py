@@ -192,7 +192,7 @@ class _Adaptive(ServerOptimizer):
 
     @abstractmethod
     def update_second_moment(self, square: torch.Tensor, new: torch.Tensor) -> None:
-        """Combine the squared differences of this step with those of earlier steps, in place."""
+        """Combine the squared differences of this step with earlier ones, in place."""
 
     def compute_update(
         self, difference: torch.Tensor, state: Sequence[torch.Tensor], spare: torch.Tensor

@@ -100,7 +100,7 @@ class RuleContract:
             assert is_between.all() or not self.is_average
 
     def test_failing_contribution_is_skipped(self, tmp_path: Path) -> None:
-        """The result is that of the other contributions, and the report says which one was skipped and why."""
+        """The result equals the others' result, and the report names the skipped contribution with the reason."""
         contributions = self._contributions()
         broken = sorted(contributions)[4]
         others = {name: tensors for name, tensors in contributions.items() if name != broken}
@@ -114,7 +114,7 @@ class RuleContract:
         assert str(result.report.skipped[broken]) == "the disk is on fire"
 
     def test_too_few_contributors(self, tmp_path: Path) -> None:
-        """With too few contributors, the error says how many are required, and no file is written."""
+        """With too few contributors, the error has the required number, and no file is written."""
         contributions = dict(sorted(self._contributions().items())[: self.rule.min_contributors])
         fewer = dict([*contributions.items()][1:])
 

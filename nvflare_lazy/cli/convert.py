@@ -48,7 +48,8 @@ def convert(
     """Write a checkpoint as safetensors.
 
     INPUT is a safetensors file, the index or directory of a sharded checkpoint, or a PyTorch checkpoint. OUTPUT is
-    NAME.safetensors, or a directory, which gets a model.safetensors. A missing directory is created.
+    NAME.safetensors, or a directory, which gets a model.safetensors. A missing directory is created. OUTPUT may be a
+    URL, such as s3://bucket/model.safetensors.
 
     Memory use does not depend on the size of the checkpoint. OUTPUT is written atomically.
     """

@@ -36,7 +36,7 @@ _MIN_MESSAGE_BYTES = 4 << 20
 MAX_MESSAGE, MAX_BLOB = "NVFLARE_MAX_MESSAGE_SIZE", "NVFLARE_STREAMING_MAX_BLOB_SIZE"
 _DEFAULT_MAX_BLOB_BYTES = 4 << 30
 PREFIX = "nvflare_lazy."
-# The values of NVFlare's setting `nvflare_decomposers`, and the jobs that they are for.
+# The values of the setting `nvflare_decomposers`, and the jobs that they are for.
 SETTINGS = {
     "nvflare_lazy.flare.decomposers": "jobs that set enable_tensor_disk_offload",
     "nvflare_lazy.flare.install": "all jobs",
@@ -51,9 +51,10 @@ SETTINGS = {
 def doctor(context: click.Context, scratch_dir: str | None, site: str | None, as_json: bool) -> None:
     """Check that this machine is ready to run jobs.
 
-    Checks versions, NVFlare's handlers, the scratch root (space, speed, whether it is memory), and the limits of the
-    process, of the container and of NVFlare's messages. With --site, checks the site's setting nvflare_decomposers and
-    the classes that jobs may name there. To check a machine for a job, use `nvflare-lazy plan --against`.
+    Checks versions, NVFlare's handlers, and the scratch root: space, speed, and whether it is memory. Also checks the
+    limits of the process, the container and NVFlare's messages. With --site, checks the site's setting
+    nvflare_decomposers and the classes that jobs may name there. To check a machine for a job, use `nvflare-lazy plan
+    --against`.
 
     The exit code is 1 if any line is an ERROR.
     """

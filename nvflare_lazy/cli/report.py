@@ -35,8 +35,8 @@ from nvflare_lazy.cli._common import json_option, print_json
 def report(run: Path, job: str | None, out: Path, png: Path | None, as_json: bool) -> None:
     """Make an HTML page about a job: memory, disk, time, traffic, clients and the model.
 
-    RUN is a workspace of the simulator, a POC or a production site, a run directory, a download of a job, a zip file of
-    one of them, or a file nvflare_lazy.jsonl. The job may be running. With --json, no page is written.
+    RUN is a workspace (simulator, POC or production site), a run directory, a downloaded job, a zip file of one of
+    them, or a file nvflare_lazy.jsonl. The job may be running. With --json, no page is written.
     """
     from nvflare_lazy.report import answers, read_job, summarize
 

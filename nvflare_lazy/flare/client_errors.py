@@ -65,7 +65,7 @@ class LastError:
 class ErrorRecorder(logging.Handler):
     """Keeps the last error of a client's job process from its log, which has the output of its trainer.
 
-    `send` is called with each new line, in a thread of the recorder.
+    `send` receives each new line, in a thread of the recorder.
     """
 
     def __init__(self, send: Callable[[str], None]) -> None:
@@ -144,7 +144,7 @@ class ClientErrors:
         self._read_before[client] = _size_of(self._streamed_log(client))
 
     def add(self, client: str, line: object) -> None:
-        """Add the line that a client sent. A client without a task has none."""
+        """Add the line that a client sent. A client without a task has no line."""
         if client in self._read_before and isinstance(line, str) and line.strip():
             self._lines[client] = line[:_MAX_LINE]
 

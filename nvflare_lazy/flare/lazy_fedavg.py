@@ -23,8 +23,8 @@ from nvflare_lazy.flare.lazy_aggregator import LazyAggregator
 class LazyFedAvg(FedAvg):
     """FedAvg whose server does not hold a model.
 
-    Accepts the arguments of NVFlare's `FedAvg` and these. Tensors are received on disk by default, and `exclude_vars`
-    and `aggregation_weights` are passed to the aggregator.
+    Accepts the arguments from `FedAvg` in NVFlare and these. Tensors are received on disk by default, and
+    `exclude_vars` and `aggregation_weights` are passed to the aggregator.
 
     Args:
         min_responses: Number of results to wait for in each round. Default: those of all clients.

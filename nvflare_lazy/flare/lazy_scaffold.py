@@ -34,7 +34,7 @@ _GLOBAL_CONTROLS = AlgorithmConstants.SCAFFOLD_CTRL_GLOBAL
 
 @logs_printably
 class LazyScaffold(Scaffold):
-    """Accepts the arguments of NVFlare's `Scaffold` and `memory_budget`; clients are NVFlare's.
+    """Accepts the arguments from `Scaffold` in NVFlare and `memory_budget`; clients are NVFlare's.
 
     Args:
         memory_budget: Memory for aggregation. Default: that of `TensorOffload`.

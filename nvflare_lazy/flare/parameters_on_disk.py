@@ -44,10 +44,10 @@ class ParametersOnDisk(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     """Moves each new tensor of 4 KiB or more into a file mapping, as soon as an operator returns it.
 
     Operators compute with the same kernels on the same values, and random numbers are drawn in the same order, so the
-    values are those of an ordinary instantiation. At most the result of one operator is in memory, plus the memory that
-    the operator itself needs. Views, ties and in-place writes act on the mapping. A small tensor that an
-    operator enlarges (`out=`) stays in memory. The files have no names; the kernel
-    removes each of them with its last tensor, or with the process.
+    values equal an ordinary instantiation. At most the result of one operator is in memory, plus the memory that the
+    operator itself needs. Views, ties and in-place writes act on the mapping. A small tensor that an operator enlarges
+    (`out=`) stays in memory. The files have no names; the kernel removes each of them with its last tensor, or with the
+    process.
 
     Args:
         directory: Where the files are; its disk needs room for the parameters and for temporary results.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A PyTorch checkpoint in the layout of NVFlare's own persistor, for tools that expect one after a job."""
+"""A PyTorch checkpoint in the layout that NVFlare's persistor writes, for tools that expect one after a job."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cause of results that are in memory although `TensorOffload` receives on disk, for one warning per job.
+"""The cause of results that are in memory although `TensorOffload` receives on disk; a job logs it one time.
 
 NVFlare has ways to transfer a result that no decomposer of this package takes part in.
 """

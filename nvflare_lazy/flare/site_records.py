@@ -33,7 +33,7 @@ _MAX_WAITING = 64
 
 
 class SiteRecords:
-    """Writes what happens in this process besides the rounds, from its start until `end()`.
+    """Records the events of this process outside rounds, from its start until `end()`.
 
     Args:
         log: The log of the rounds, which has the file.

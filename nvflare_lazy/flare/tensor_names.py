@@ -19,7 +19,7 @@ _MAX_PREFIXES = 16
 
 @dataclass(frozen=True)
 class TensorNames:
-    """The names that the models of clients have for tensors, besides the stored names or instead of them.
+    """The names that the models of clients have for tensors, in addition to the stored names or instead of them.
 
     Attributes:
         further: The stored name for each name that is not one.

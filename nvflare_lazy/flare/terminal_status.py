@@ -119,7 +119,7 @@ class TerminalStatus:
 
 
 def rendered(report: ProgressReport, columns: int) -> str:
-    """Return a report as one line of a terminal, at most so many columns wide, with escape codes for colors."""
+    """Return a report as one line of a terminal, at most `columns` wide, with escape codes for colors."""
     from rich.console import Console
     from rich.text import Text
 

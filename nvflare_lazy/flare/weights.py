@@ -37,7 +37,7 @@ def is_lazy(value: object) -> bool:
 
 
 def entries_of(weights: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    """Return the recipes of all tensors or arrays of a model."""
+    """Return the entries of all tensors or arrays of a model."""
     return {name: entry_of(value) for name, value in weights.items()}
 
 
@@ -45,9 +45,9 @@ def as_weights(entries: Mapping[str, TensorEntry], *, numpy: bool) -> dict[str, 
     """Return lazy tensors, or lazy arrays, for NVFlare to pass on.
 
     Args:
-        entries: The recipes.
-        numpy: Whether the job exchanges NumPy arrays. Types that NumPy has not, such as bfloat16, become float32, as
-            they do with NVFlare's own persistor.
+        entries: The entries.
+        numpy: Whether the job exchanges NumPy arrays. Types that NumPy lacks, such as bfloat16, become float32, as
+            with NVFlare's own persistor.
     """
     if not numpy:
         return {name: entry.lazy() for name, entry in entries.items()}

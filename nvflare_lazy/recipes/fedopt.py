@@ -17,13 +17,13 @@ _NUM_ROUNDS = "{num_rounds}"
 class FedOptRecipe(FedAvgRecipe):
     """FedOpt for PyTorch.
 
-    Accepts the arguments of NVFlare's `FedOptRecipe` and of our `FedAvgRecipe`. `optimizer_args` names one of these
-    optimizers. Its state, on disk, is once or twice as large as the model.
+    Accepts the arguments from `FedOptRecipe` in NVFlare and from our `FedAvgRecipe`. `optimizer_args` names one of
+    these optimizers. Its state, on disk, is once or twice as large as the model.
 
     | `optimizer_args["path"]` | is                                                                            |
     |--------------------------|-------------------------------------------------------------------------------|
     | `torch.optim.SGD`        | the same: FedAvgM with `momentum`, federated averaging without                |
-    | `torch.optim.Adam`       | FedAdam of the paper: `eps` is its tau, and there is no bias correction       |
+    | `torch.optim.Adam`       | FedAdam of the paper: `eps` is its tau, and the bias is not corrected         |
     | `torch.optim.Adagrad`    | FedAdagrad of the paper                                                       |
 
     or an optimizer of `nvflare_lazy.aggregation.server_optimizers` by name, such as `{"name": "fedyogi", "lr": 0.01}`.

@@ -18,7 +18,7 @@ _FEDAVG_ONLY_ARGS = (
 class ScaffoldRecipe(FedAvgRecipe):
     """SCAFFOLD for PyTorch.
 
-    Accepts the arguments of NVFlare's `ScaffoldRecipe` and of `OffloadOptions`. Training scripts use NVFlare's
+    Accepts the arguments from `ScaffoldRecipe` in NVFlare and from `OffloadOptions`. Training scripts use NVFlare's
     `PTScaffoldHelper`.
 
     Example:

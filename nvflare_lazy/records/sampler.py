@@ -23,7 +23,7 @@ class Sampler:
     """Looks at memory and scratch, and writes the largest values since the last record, with the time of most memory.
 
     Args:
-        write: Is called with each record.
+        write: Receives each record.
         scratch_bytes: Returns the bytes of scratch in use.
     """
 

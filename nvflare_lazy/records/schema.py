@@ -112,7 +112,7 @@ class ContributionRecord(Record):
 
 @dataclass(kw_only=True)
 class RoundRecord(Record):
-    """One round, written at its end. Lists have at most 256 clients; the counts are those of all clients.
+    """One round, written at its end. Lists have at most 256 clients; the counts include all clients.
 
     Attributes:
         round: Its number, or None if the controller does not number rounds.
@@ -167,7 +167,7 @@ class RoundRecord(Record):
 
 @dataclass(kw_only=True)
 class SampleRecord(Record):
-    """Memory and scratch of a process: the most since the previous sample. The time is that of the most memory.
+    """Memory and scratch of a process: the most since the previous sample. The time is when the most memory was used.
 
     Attributes:
         memory_bytes: Anonymous memory of the process.

@@ -18,7 +18,7 @@ _TOTALS = frozenset({"round", "job", "end"})
 
 
 def thin(content: bytes, max_bytes: int) -> bytes:
-    """Return the lines of a file with at most `max_bytes`, without lines that are no records.
+    """Return the lines of a file with at most `max_bytes`, without lines that are not records.
 
     Args:
         content: The file.
@@ -35,7 +35,7 @@ def thin(content: bytes, max_bytes: int) -> bytes:
 
 def _steps() -> Iterator[Callable[[_Lines], _Lines]]:
     yield _drop_repeated
-    # Each step halves what is left of its kind, and twenty halves of a file are nothing.
+    # Each step halves the remaining lines of its kind, and twenty halves of a file are nothing.
     for turn in range(26):
         yield _halve_samples
         yield _shorten_rounds

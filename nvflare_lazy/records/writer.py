@@ -25,11 +25,11 @@ _MAX_UNTHINNED_BYTES = 2 * MAX_FILE_BYTES
 class RecordWriter:
     """Appends records to a file, and to a copy of it; see `keep_copy`.
 
-    If a line cannot be written, the job goes on: `on_error` is called once, and later lines are tried again.
+    If a line cannot be written, the job continues: `on_error` runs once, and later lines are tried again.
 
     Args:
         path: The file, which need not exist.
-        on_error: Is called with a message for the log.
+        on_error: Receives a message for the log.
         max_bytes: The size above which the file is thinned.
     """
 
@@ -67,7 +67,7 @@ class RecordWriter:
             try:
                 own = self.path.read_bytes() if self.path.exists() else b""
                 earlier = copy.read_bytes() if continues and copy.exists() else b""
-                # The run directory may be the same as that of the earlier run.
+                # The run directory may be the earlier run's directory.
                 known = set(own.splitlines())
                 kept = b"".join(line + b"\n" for line in earlier.splitlines() if line not in known)
                 for path in (self.path, copy):

@@ -242,7 +242,7 @@ def _stat_fields(pid: int) -> list[str] | None:
 
 @functools.cache
 def boot_id() -> str:
-    """Return the name of this run of the kernel, or nothing if it has none."""
+    """Return the name of this run of the kernel, or an empty one if the kernel does not have one."""
     if sys.platform == "linux":
         try:
             return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -17,7 +17,7 @@ from nvflare_lazy.errors import DiskFullError, QuotaExceededError
 if TYPE_CHECKING:
     from nvflare_lazy.scratch._recycled_files import RecycledFiles
 
-# Bytes written between two checks of the disk: other programs fill it, too.
+# Bytes written between two checks of the disk, which other programs also fill.
 CHECK_INTERVAL_BYTES = 16 << 20
 _DEFAULT_MIN_FREE = 1 << 30
 
@@ -96,7 +96,7 @@ class Quota:
             self._check_limit(nbytes)
             self._used += nbytes
             self._note_peak()
-            self._written = CHECK_INTERVAL_BYTES  # the last check of the disk has not seen them
+            self._written = CHECK_INTERVAL_BYTES  # not yet seen by the last check of the disk
 
     def record_written(self, nbytes: int, pending: int) -> None:
         """Count held bytes as written; check the disk from time to time, and raise when it fills up.
@@ -138,7 +138,7 @@ class Quota:
             self.recycled_files.remove(self._used + nbytes + self.recycled_files.nbytes - self.limit)
 
     def _check_room(self, nbytes: int, own_pending: int | None = None) -> None:
-        """Raise if the disk has no room for more bytes and for pending ones: all of them, or those of one download."""
+        """Raise if the disk lacks space for more bytes and the pending bytes of all downloads, or of one."""
         needed = (self._pending if own_pending is None else own_pending) + nbytes + self.min_free
         if self._written + nbytes < CHECK_INTERVAL_BYTES and self._free - self._written >= needed:
             return

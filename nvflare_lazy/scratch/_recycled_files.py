@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of finished downloads, kept so that later downloads overwrite them.
 
-A round receives as much as the round before. Writing to pages that are already in the page cache is several times as
-fast as allocating new ones, and a receiver mostly writes.
+A round receives the same number of bytes as the previous round. Writing to pages that are already in the page cache is
+several times as fast as allocating new ones, and a receiver mostly writes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RecycledFiles:
     that is open in any process is not used again. Both are examined after the file has got its name here, which no
     reader looks up, and again when the file is taken.
 
-    All methods may be called by a finalizer, in the middle of any other: there are no locks, only a deque. A file that
+    A finalizer may run any method in the middle of any other: the methods use a deque instead of locks. A file that
     cannot be recycled is removed with its directory.
     """
 
@@ -92,7 +92,7 @@ class RecycledFiles:
             self._remove_oldest()
 
     def take(self, name: str, dir_fd: int) -> int | None:
-        """Give a file without readers another name, and return it open, with its old bytes; None if there is none."""
+        """Rename a file without readers, and return it open, with its old bytes, or None if all have readers."""
         lent: list[_RecycledFile] = []
         try:
             with self._opened() as own:

@@ -50,8 +50,8 @@ def opened_directory(name: str, *, dir_fd: int) -> Iterator[int]:
 def make_private_directory(name: str, *, dir_fd: int) -> int:
     """Create a directory for this user only, whatever the umask; return it open."""
     os.mkdir(name, 0o700, dir_fd=dir_fd)
-    # By name: after a strange umask it cannot be opened before that. The parent is ours alone. This also takes away
-    # a set-group-ID bit that was inherited.
+    # By name: after a strange umask it cannot be opened before that. The parent is ours alone. This also clears an
+    # inherited set-group-ID bit.
     os.chmod(name, 0o700, dir_fd=dir_fd)
     return os.open(name, _OPEN_DIRECTORY, dir_fd=dir_fd)
 
@@ -80,10 +80,10 @@ def remove_tree(name: str, *, dir_fd: int) -> None:
 
 
 def tree_size(name: str, *, dir_fd: int) -> int:
-    """Return how many bytes removing a directory would free; files that are removed meanwhile are not counted.
+    """Return how many bytes removing a directory would free; files that are removed during the count are not counted.
 
     A file with a name elsewhere is not counted, because another process keeps it. Mounted file systems are not counted,
-    and neither are directories that are deeper than those of this package.
+    and neither are directories deeper than this package makes them.
     """
     linked: dict[tuple[int, int], tuple[int, os.stat_result]] = {}
     size = _count_bytes(name, dir_fd, _MAX_COUNTED_DEPTH, linked)

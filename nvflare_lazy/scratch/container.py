@@ -45,7 +45,7 @@ class MemoryLimit:
 
 
 def memory_limit() -> MemoryLimit | None:
-    """Return the lowest memory limit of this process, from cgroups of version 1 or 2, or None if there is none.
+    """Return the lowest memory limit of this process, from cgroups of version 1 or 2, or None without a limit.
 
     Groups above the visible ones have limits that a container cannot read, except with version 1.
     """

@@ -61,7 +61,7 @@ class ScratchFile:
         Raises:
             QuotaExceededError: If the job may not hold that much.
             DiskFullError: If the disk cannot, or should not.
-            ScratchReleasedError: If the download was released, also in the middle of the write.
+            ScratchReleasedError: If the download was released, even in the middle of the write.
             ScratchDeletedError: If the file was deleted by another program.
         """
         if offset < 0:
@@ -142,7 +142,7 @@ class ScratchFile:
     def release_tail(self, end: int) -> None:
         """Release quota and disk space beyond an offset, or beyond the last byte written; later writes reserve theirs.
 
-        No other thread may write meanwhile.
+        No other thread may write during the call.
         """
         with self._directory.writing(self._file), self._lock:
             end = max(end, self._end)

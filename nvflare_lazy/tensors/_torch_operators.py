@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The properties of torch's operators that `LazyTensor` depends on: writes, views and composites.
+"""The properties of operators in torch that `LazyTensor` depends on: writes, views and composites.
 
 Separate from `lazy_tensor` because it describes torch, not a tensor.
 """
@@ -52,7 +52,7 @@ class OperatorTraits:
             for argument in schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        # Torch knows of more writes than its schemas say: batch norm updates its statistics, though in training only.
+        # Torch has more writes than its schemas declare: batch norm updates its statistics, though in training only.
         info = torch._C._SchemaInfo(schema)
         self._sometimes_written = [n for n in self._positions if info.is_mutable(n) and n not in self._written]
         if not self._written and schema.name.endswith("_") and not schema.name.endswith("__"):
@@ -114,7 +114,7 @@ def is_pure(func: Any) -> bool:
 
 @cache
 def is_pointwise(func: Any) -> bool:
-    """Whether a function computes each element by itself: then its results do not depend on the position in memory.
+    """Whether a function computes each element independently: then its results do not depend on the position in memory.
 
     A matrix product may: libraries choose another order of additions for memory that is not aligned.
     """
@@ -143,7 +143,7 @@ _PENDING = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch
 
 
 def pending_signs_enabled() -> AbstractContextManager[None]:
-    """Let operators inside of `__torch_dispatch__` see conjugates as conjugates.
+    """Let operators inside `__torch_dispatch__` see conjugates as conjugates.
 
     Torch disables all keys above a subclass there, including these; an operator that conjugates an intermediate result
     would then compute with the tensor itself.

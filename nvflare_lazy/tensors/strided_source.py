@@ -101,7 +101,7 @@ class StridedSource(DerivedSource):
 def check_geometry(
     base: ByteSource, itemsize: int, shape: tuple[int, ...], strides: tuple[int, ...], storage_offset: int
 ) -> None:
-    """Raise ValueError unless the view lies inside of the storage."""
+    """Raise ValueError unless the view is inside the storage."""
     if len(shape) != len(strides):
         raise ValueError(f"a view of shape {shape} cannot have strides {strides}")
     if storage_offset < 0 or (shape and (min(shape) < 0 or min(strides) < 0)):
@@ -146,7 +146,7 @@ def _boxes(
         return
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row
-    if first > last:  # inside of a single row
+    if first > last:  # inside a single row
         index = start // row
         yield from _shifted(index * strides[0], shape, strides, start - index * row, stop - index * row)
         return

@@ -39,7 +39,8 @@ class PayloadDownloadable(CacheableObject):
     """Named values of one backend, to be downloaded by any number of receivers.
 
     Tensors that together stay below `max_chunk_size` go in one message to a receiver without this package. Requests for
-    segments are answered on `cell`; without it, no segments are offered. Of NVFlare's base class, it uses no cache.
+    segments are answered on `cell`; without it, no segments are offered. It uses NVFlare's base class without its
+    cache.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class PayloadDownloadable(CacheableObject):
         self._ref_id: str | None = None
         self._slots: dict[str, Slot] = {}
         self._passed_on_by: str | None = None
-        # When each receiver has begun, and the way of transport of those that have the payload.
+        # When each receiver has started, and the way of transport of each receiver that has the payload.
         self._began: dict[str, float] = {}
         self._ways: dict[str, str] = {}
 
@@ -82,7 +83,7 @@ class PayloadDownloadable(CacheableObject):
         return bytes(self._payload.nvflare_item(index))
 
     def produce(self, state: dict[str, Any] | None, requester: str) -> tuple[str, Any, dict[str, Any]]:
-        """Answer one request of NVFlare's protocol; see `Downloadable`."""
+        """Answer one request in NVFlare's protocol; see `Downloadable`."""
         start = 0
         self._began.setdefault(requester, time.monotonic())
         if state:
@@ -117,7 +118,7 @@ class PayloadDownloadable(CacheableObject):
         return ProduceRC.OK, items, {_nvflare_private.START: start, _nvflare_private.COUNT: len(items)}
 
     def _answer(self, state: dict[str, Any], requester: str) -> dict[str, Any] | None:
-        """Let each way take what a request says, and return the state of the reply that one of them made."""
+        """Pass a request to each way of transport, and return the state of the reply that one of them made."""
         ref_id = self._ref_id
         if wire.is_for_all(state.get(protocol.KEY)) and FQCN.is_ancestor(requester, self._sender):
             self._passed_on_by = requester

@@ -70,7 +70,7 @@ class InflightBudget:
     def hold(self, nbytes: int, check: Callable[[], None]) -> Iterator[None]:
         """Keep bytes reserved while the block runs: other downloads take turns with it.
 
-        `check` is called while it waits for them, and raises to give up.
+        While it waits for them, it runs `check`, which raises to give up.
         """
         while not self.acquire(nbytes, holding=0, timeout=_POLL_SECONDS):
             check()
@@ -84,7 +84,7 @@ class InflightBudget:
         return self.used + nbytes <= self.limit or self.used == 0
 
 
-# A tensor that is still on its way by then is part of a slow transfer: it no longer counts, and that transfer does not
+# A tensor that is still in flight by then is part of a slow transfer: it no longer counts, and that transfer does not
 # wait for its next one, since waiting would take it longer than it keeps memory from others.
 _SLOW_SECONDS = 5.0
 # A receiver does not wait longer than this for a slot: a sender that does not answer for long looks lost.
@@ -113,7 +113,7 @@ class WholeTensorThrottle:
     once, or from many, would take memory for each of them. Here transfers take turns, tensor by tensor, in the order
     in which they ask; a slow transfer does not keep others waiting, and need not wait.
 
-    `on_release` is called each time a whole tensor is gone, with no lock held: its buffers are all over the heap.
+    After a whole tensor is released, `on_release` runs with no lock held: its buffers are all over the heap.
     """
 
     def __init__(self, budget: InflightBudget, on_release: Iterable[Callable[[], None]] = ()) -> None:
@@ -180,7 +180,7 @@ class WholeTensorThrottle:
 
     def _fits(self, nbytes: int) -> bool:
         used = self._used()
-        # A tensor travels with a header, and those that just fit without it shall fit with it.
+        # A tensor travels with a header; a tensor at the limit must also be within it with the header.
         return not used or used + nbytes <= self._budget.limit + self._budget.limit // 16
 
     def _used(self) -> int:

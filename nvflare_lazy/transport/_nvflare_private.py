@@ -54,7 +54,7 @@ _BYTES_ACKED = 120  # where `tcp_info` of <linux/tcp.h> has this count, since Li
 #: NVFlare's own module, which ours of the same name extends.
 stock_via_downloader = via_downloader
 
-# Keys of a download request, of its reply and of what they point to.
+# Keys of a download request, of its reply and of their values.
 REF_ID: str = _PropKey.REF_ID
 STATE: str = _PropKey.STATE
 DATA: str = _PropKey.DATA
@@ -63,7 +63,7 @@ CONFIRM_CAPABLE: str = _PropKey.CONFIRM_CAPABLE
 START: str = "start"
 COUNT: str = "count"
 
-# How a decomposer encodes an object, and the datum that says where the download is.
+# Encoding of an object by a decomposer, and the datum with the location of the download.
 ENC_TYPE: str = stock_via_downloader.EncKey.TYPE
 ENC_DATA: str = stock_via_downloader.EncKey.DATA
 ENC_NATIVE: str = stock_via_downloader.EncType.NATIVE
@@ -93,7 +93,7 @@ def replace_decomposer(decomposer: Any) -> Any:
 
 
 def named_in_files_as(stock: type[Any]) -> Callable[[type[_Class]], type[_Class]]:
-    """Class decorator: give a decomposer the name of NVFlare's own, which FOBS writes into each message and file.
+    """Class decorator: give a decomposer NVFlare's name, which FOBS writes into each message and file.
 
     A process without this package loads the decomposer of that name, if NVFlare has it among its builtin ones. The
     attribute `implementation` keeps the class's own name, which its logger has.
@@ -161,8 +161,8 @@ def record_activity(ref: _Ref, requester: str) -> None:
 def patience_for(ref_id: str, requester: str, sender: str = "") -> float | None:
     """Return the seconds that NVFlare waits for the next request; None if it does not wait for this receiver.
 
-    The receiver must be one of those that a transaction names, or a child of one: behind a forwarding hop. It may also
-    be the hop in front of the sender, which passes the payload on.
+    A transaction must name the receiver or, behind a forwarding hop, its parent. The receiver may also be the hop in
+    front of the sender, which passes the payload on.
     """
     ref = DownloadService._ref_table.get(ref_id)
     if ref is None:
@@ -250,7 +250,7 @@ def connection_to(core: Any, fqcn: str) -> Any:
 def has_room(connection: Any, seconds: float) -> bool:
     """Wait until a connection accepts bytes; false if it does not in this time.
 
-    NVFlare's TCP driver blocks until the kernel has taken a message, and the others queue as much as they are given.
+    NVFlare's TCP driver blocks until the kernel has taken a message, and the other drivers queue all messages.
     """
     queue = getattr(connection, "oq", None)
     if queue is not None:  # gRPC
@@ -274,14 +274,14 @@ def nbytes_taken(connection: Any) -> int | None:
 
 
 def _socket_of(connection: Any) -> Any:
-    """Return the open socket of a connection, or None: the next send will report what is wrong with it."""
+    """Return the open socket of a connection, or None: the next send will report the failure."""
     stream = getattr(connection, "websocket", None) or getattr(connection, "writer", None)
     sock = stream.get_extra_info("socket") if stream is not None else getattr(connection, "sock", None)
     return sock if sock is not None and sock.fileno() >= 0 else None
 
 
 def hand_over(connection: Any) -> None:
-    """Let the event loop of a connection write what it was given, so that `has_room` knows."""
+    """Let the event loop of a connection write its queue, so that `has_room` is current."""
     context = getattr(connection, "aio_context", None) or getattr(connection, "aio_ctx", None)
     if context is not None:
         with suppress(TimeoutError, concurrent.futures.TimeoutError, RuntimeError):
@@ -311,7 +311,7 @@ class CleanupThread:
         self._running = False
 
     def remove_later(self, task: Any, seconds: float) -> ScheduledRemoval:
-        """Remove a note after so many seconds, or up to a second later."""
+        """Remove a note after `seconds`, or up to a second later."""
         with self._lock:
             self._due[task] = time.monotonic() + seconds
             if not self._running:
@@ -395,7 +395,7 @@ def offload_flag_in_process() -> bool:
 
 
 def offload_roots(fobs_ctx: dict[str, Any]) -> set[str]:
-    """Return the directories in which NVFlare would write a payload: that of its message and those of all cells."""
+    """Return the directories in which NVFlare would write a payload, from its message and from all cells."""
     key = tensor_disk_offload_context._TENSOR_DISK_OFFLOAD_ROOT_DIR
     return {root for root in (fobs_ctx.get(key), *_of_all_cells(key)) if root}
 
@@ -405,7 +405,7 @@ def _of_all_cells(key: str) -> list[Any]:
 
 
 def add_disk_download(consumer: Any) -> None:
-    """Let NVFlare end a download to disk when it ends those of its own, such as at the end of a workflow."""
+    """Let NVFlare end a download to disk when it ends its own downloads, such as at the end of a workflow."""
     with tensor_downloader._ACTIVE_DISK_TENSOR_CONSUMERS_LOCK:
         tensor_downloader._ACTIVE_DISK_TENSOR_CONSUMERS.add(consumer)
 
@@ -417,5 +417,5 @@ def remove_disk_download(consumer: Any) -> None:
 
 
 def forget_disk_downloads() -> None:
-    """Forget all downloads to disk in a forked child, where no other thread exists: they are the parent's."""
+    """Discard all downloads to disk in a forked child, where no other thread exists: they are the parent's."""
     tensor_downloader._ACTIVE_DISK_TENSOR_CONSUMERS.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NumPy arrays over NVFlare's download service, with the names and calls of NVFlare's own `np_downloader`.
+"""NumPy arrays over NVFlare's download service, with the names and calls of `np_downloader` in NVFlare.
 
 The counterpart of `tensor_downloader` for jobs that exchange NumPy arrays, which is the default of NVFlare.
 """

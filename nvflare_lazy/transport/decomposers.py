@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from nvflare.fuel.utils.fobs.datum import DatumManager
 
 _TWO_MB = 2 * 1024 * 1024
-# In NVFlare's context of a message: what it has brought so far.
+# Key in NVFlare's context of a message: the tally of its received data.
 _TALLY = "nvflare_lazy_tally"
 
 
@@ -251,7 +251,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
     ) -> tuple[str | None, Mapping[str, Any]]:
         """Download a payload; raises the reason if that fails."""
         mode = offload.runtime.mode_for(fobs_ctx)
-        # One for the tensors and arrays of a message, however many payloads they come from.
+        # One for the tensors and arrays of a message, from any number of payloads.
         tally = (
             PayloadTally(mode.limits) if fobs_ctx is None else fobs_ctx.setdefault(_TALLY, PayloadTally(mode.limits))
         )
@@ -275,7 +275,7 @@ class LazyDecomposer(ViaDownloaderDecomposer):
 
 @_nvflare_private.named_in_files_as(TensorDecomposer)
 class LazyTensorDecomposer(LazyDecomposer):
-    """`torch.Tensor`, instead of NVFlare's `TensorDecomposer`."""
+    """`torch.Tensor`, replaces NVFlare's `TensorDecomposer`."""
 
     def __init__(self) -> None:
         super().__init__(TORCH, dots.TENSOR_DOWNLOAD, "tensor_")
@@ -285,20 +285,20 @@ class LazyTensorDecomposer(LazyDecomposer):
         return torch.Tensor
 
     def native_decompose(self, target: torch.Tensor, manager: DatumManager = None) -> bytes:
-        """Encode a tensor by itself."""
+        """Encode a tensor into the message."""
         tensor = target.materialize() if isinstance(target, LazyTensor) else target
         encoded: bytes = safetensors.torch.save({"t": tensor.contiguous()})
         return encoded
 
     def native_recompose(self, data: bytes, manager: DatumManager = None) -> torch.Tensor:
-        """Decode a tensor that was encoded by itself."""
+        """Decode a tensor that was encoded into the message."""
         tensor: torch.Tensor = _recompose_native(self.backend, unpack_tensors(data, "the peer"))
         return tensor
 
 
 @_nvflare_private.named_in_files_as(NumpyArrayDecomposer)
 class LazyArrayDecomposer(LazyDecomposer):
-    """`np.ndarray`, instead of NVFlare's `NumpyArrayDecomposer`."""
+    """`np.ndarray`, replaces NVFlare's `NumpyArrayDecomposer`."""
 
     def __init__(self) -> None:
         super().__init__(NUMPY, dots.NUMPY_DOWNLOAD, "np_")
@@ -308,13 +308,13 @@ class LazyArrayDecomposer(LazyDecomposer):
         return np.ndarray
 
     def native_decompose(self, target: Any, manager: DatumManager = None) -> bytes:
-        """Encode an array by itself."""
+        """Encode an array into the message."""
         stream = io.BytesIO()
         np.save(stream, target.materialize() if isinstance(target, LazyArray) else target, allow_pickle=False)
         return stream.getvalue()
 
     def native_recompose(self, data: bytes, manager: DatumManager = None) -> np.ndarray[Any, Any]:
-        """Decode an array that was encoded by itself."""
+        """Decode an array that was encoded into the message."""
         array: np.ndarray[Any, Any] = _recompose_native(self.backend, unpack_array_file(data, "the peer"))
         return array
 

@@ -39,7 +39,7 @@ def failure_of(value: Any) -> Exception | None:
     Example:
         >>> error = failure_of(model.params)
         >>> if error is not None:
-        ...     logger.warning("skipped %s: %s", client, error)
+        ...     logger.warning("Skipped %s: %s", client, error)
     """
     if isinstance(value, (LazyTensor, LazyArray)):
         source = value.source

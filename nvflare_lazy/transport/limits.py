@@ -92,7 +92,7 @@ class PayloadTally:
         self._size = PayloadSize()
 
     def check(self, sender: str, size: PayloadSize) -> None:
-        """Raise unless this may come in addition to what has come.
+        """Raise unless the message may have these items and bytes in addition to the earlier ones.
 
         Raises:
             ProtocolError: If it is more than the limits; the message names the sender, the size and the limit.
@@ -100,7 +100,7 @@ class PayloadTally:
         self._check(sender, self._size + size)
 
     def add(self, sender: str, size: PayloadSize) -> None:
-        """Count what is received now; raises as `check` does."""
+        """Count received items and bytes; raises as `check` does."""
         with self._lock:
             total = self._size + size
             self._check(sender, total)

@@ -20,9 +20,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _SETTINGS = (
     # New threads share the existing arenas.
     ("MALLOC_ARENA_MAX", _M_ARENA_MAX, 2),
-    # The largest thresholds that glibc adapts to by itself. With smaller ones, buffers are returned to the system and
-    # faulted in again with each message: a server process took up to 60 % more processor time, and a training step on
-    # the CPU with activations of 8 MiB a quarter more.
+    # The largest thresholds that glibc's own adaptation reaches. With smaller ones, buffers are returned to the system
+    # and faulted in again with each message: a server process took up to 60 % more processor time, and a training step
+    # on the CPU with activations of 8 MiB a quarter more.
     ("MALLOC_TRIM_THRESHOLD_", _M_TRIM_THRESHOLD, 64 << 20),
     ("MALLOC_MMAP_THRESHOLD_", _M_MMAP_THRESHOLD, 32 << 20),
 )
@@ -33,7 +33,7 @@ _WITHOUT_BUFFERS = (
 )
 _ALL_ARENAS_OF_JEMALLOC = 4096
 # `malloc_trim` does not return the free memory at the ends of arenas. An arena returns its end when the next buffer in
-# it is freed, if that is above a threshold. So the threshold is low while so many tensors are released.
+# it is freed, if that is above a threshold. So the threshold is low for some releases.
 _LOW_THRESHOLD = ("MALLOC_TRIM_THRESHOLD_", _M_TRIM_THRESHOLD, 1 << 20)
 _RELEASES_WITH_LOW_THRESHOLD = 4
 # The buffers of a process with models in memory are between them. With less room, four clients without this package
@@ -132,7 +132,7 @@ def trim_malloc() -> None:
 
 def _trim() -> None:
     """Return the free memory of all arenas to the system."""
-    # With jemalloc preloaded, the functions of both are present, and those of glibc have no effect.
+    # With jemalloc preloaded, the functions of both are present, and glibc's functions have no effect.
     mallctl, malloc_trim = _c_function("mallctl"), _c_function("malloc_trim")
     if mallctl is not None:
         mallctl(f"arena.{_ALL_ARENAS_OF_JEMALLOC}.purge".encode(), None, None, None, ctypes.c_size_t(0))

@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 
 class DefaultScratch:
-    """The scratch of a process for which none was configured: opened on first use, and anew after each release."""
+    """The scratch of a process that configured none: opened on first use, and again after each release."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -74,8 +74,8 @@ class ReceiveMode(NamedTuple):
     Attributes:
         scratch: Where payloads go; None keeps them in memory.
         inflight_bytes: Bytes of memory that all downloads together may use in flight.
-        limits: The most that one message may bring. Default: more than any model has.
-        handoff: Whether payloads to and from processes on this host may be handed over as files.
+        limits: Maximum size of one message. Default: a size above any model.
+        handoff: Whether processes of this host may hand over payloads as files.
     """
 
     scratch: JobScratch | DefaultScratch | None
@@ -98,8 +98,8 @@ class TransferRuntime:
         senders_with_package: Cells that have offered more than whole tensors; their first answers are small.
         by_thread: Has `initiated` in threads that have sent something that must be downloaded from this process.
         on_buffers_released: Called each time a whole tensor has left the memory of this process.
-        on_transfer: Called with the record of each payload that this process has received or sent. If there are none,
-            this process may be a trainer, which writes the record itself.
+        on_transfer: Called with the record of each payload that this process has received or sent. Without
+            any, this process may be a trainer, which writes the record itself.
     """
 
     default_scratch: DefaultScratch
@@ -116,7 +116,7 @@ class TransferRuntime:
         self.start_over()
 
     def start_over(self) -> None:
-        """Forget all transfers; for a forked child."""
+        """Discard all transfers; for a forked child."""
         self._lock = threading.Lock()
         self.default_scratch = DefaultScratch()
         if self._mode is not None and self._mode.scratch is not None:
@@ -181,7 +181,7 @@ class TransferRuntime:
             return received
 
     def mode_for(self, fobs_ctx: dict[str, Any] | None) -> ReceiveMode:
-        """Return how to receive the payload of a message, or one that NVFlare requests outside of a message."""
+        """Return how to receive the payload of a message, or one that NVFlare requests outside a message."""
         context = fobs_ctx or {}
         flag = context.get(FOBSContextKey.TENSOR_DISK_OFFLOAD)
         mode = self._mode

@@ -35,10 +35,10 @@ class Handler:
 
     Attributes:
         type_name: The type.
-        dot: NVFlare's number for where its values are to be downloaded from, if it has one.
-        in_place: The class that handles it now, or None.
-        ours: Whether that is this package's.
-        replaced: The class whose place was taken, or None if there was none.
+        dot: NVFlare's number for the location of a download of its values, if it has one.
+        in_place: The class that handles the type now, or None.
+        ours: Whether that class belongs to this package.
+        replaced: The class that was replaced, or None.
     """
 
     type_name: str

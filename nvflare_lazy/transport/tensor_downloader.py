@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch tensors over NVFlare's download service, with the names and calls of NVFlare's own `tensor_downloader`.
+"""Torch tensors over NVFlare's download service, with the names and calls of `tensor_downloader` in NVFlare.
 
-What the decomposers use, and what a component of a job may use directly.
+The decomposers use it, and a component of a job may use it directly.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DiskTensorConsumer(DiskConsumer):
         super().__init__(TORCH, temp_dir)
 
     def tensors(self) -> LazyTensorDict:
-        """Return what was received; it keeps the directory alive."""
+        """Return the received tensors, which keep the directory alive."""
         tensors = LazyTensorDict.from_entries({name: entry_of(tensor) for name, tensor in self.values().items()})
         tensors.own(self.owner)
         return tensors

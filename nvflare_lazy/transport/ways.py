@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of transfer methods for payloads (`WAYS`), best first; add a new method here.
+"""The list of ways of transport for payloads (`WAYS`), best first; add a new one here.
 
 A sender offers a payload in every way that it can; the receiver takes the first way that it recognizes an offer of.
-Offers travel in the state of NVFlare's download protocol, where a receiver without this package echoes what it does not
-know. A way is a subpackage with a class like `Way`, and one line in `WAYS`.
+Offers travel in the state that NVFlare's downloads carry; a receiver without this package echoes unknown keys. A way is
+a subpackage with a class like `Way`, and one line in `WAYS`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One hostile contribution among honest ones: the result is that of the others, bit for bit, under every rule."""
+"""With one hostile contribution, the result equals the result of the others, bit for bit, under every rule."""
 
 from __future__ import annotations
 

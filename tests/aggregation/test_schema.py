@@ -66,7 +66,7 @@ class TestDtypes:
         assert result["w"].dtype is torch.float32
 
     def test_differences_keep_their_precision(self, out):
-        """Differences need more digits than a model of 16 bits: the precision is that of most contributors."""
+        """Differences need more digits than a model of 16 bits: they have the precision of most contributors."""
         contributions = {"a": model(torch.float16, 7), "b": model(torch.float32), "c": model(torch.float32, 3)}
         reference = model(torch.bfloat16)
         for names in ("bc", "abc", "ab"):
@@ -106,7 +106,7 @@ class TestDtypes:
 
     @pytest.mark.parametrize("reference", [None, {"w": torch.ones(2).to(torch.complex128)}])
     def test_most_contributors_cannot_be_aggregated(self, out, reference):
-        """A dtype without arithmetic ends the round if most contributors have it; the error says what to do."""
+        """A dtype without arithmetic ends the round if most contributors have it; the error has a remedy."""
         contributions = {name: {"w": torch.ones(2).to(torch.complex128)} for name in "abc"}
         contributions["d"] = {"w": torch.ones(2)}
         with pytest.raises(AggregationDtypeError, match=r"'w' is torch.complex128.*exclude it"):
@@ -121,7 +121,7 @@ def test_an_incomplete_contribution_does_not_win_a_tie(out):
 
 
 def test_a_contribution_that_does_not_match_has_no_vote_on_names(out):
-    """The names that a rule requires are those of the contributions that match otherwise."""
+    """A rule requires the names of the contributions that otherwise match."""
     contributions = {name: {"w": torch.ones(3)} for name in "ab"}
     contributions |= {name: {"w": torch.ones(2), "v": torch.ones(1)} for name in "cd"}
     reference = {"w": torch.zeros(2), "v": torch.zeros(1)}

@@ -97,7 +97,7 @@ def test_power_of_two(tmp_path_factory, weights, power, rule, dtype):
 @pytest.mark.parametrize("rule", ["geometric_median", CLIPPED, {**CLIPPED, "noise_multiplier": 1e-9, "seed": 1}])
 @pytest.mark.parametrize("weight", [5e-324, 1e308])
 def test_rules_with_extreme_weights(tmp_path_factory, rule, weight):
-    """Equal weights are equal weights, and the scale of the noise is that of the weights' ratios."""
+    """Equal weights are equal at any scale, and the scale of the noise follows the ratios of the weights."""
     right, found = (run(tmp_path_factory, [1.0, 1.5, 2.0], [w] * 3, rule, params_type="DIFF") for w in (1.0, weight))
     assert bits(found.tensors) == bits(right.tensors)
     assert found.report.provenance.decisions == right.report.provenance.decisions
@@ -110,7 +110,7 @@ def test_an_unreachable_update_with_all_the_weight(tmp_path_factory):
 
 
 def test_a_tensor_of_contributors_with_tiny_weights(tmp_path):
-    """The weights of those that have a tensor count, whatever the weight of others is."""
+    """Only the weights of contributions that have a tensor count, whatever the weights of the others."""
     contributions = {"a": {"w": torch.ones(1)}} | {
         name: {"w": torch.ones(1), "v": torch.tensor([value])} for name, value in (("b", 1.0), ("c", 4.0))
     }

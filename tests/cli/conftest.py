@@ -40,7 +40,7 @@ def cli(capsys, tmp_path, monkeypatch) -> Callable[..., Result]:
 
 @pytest.fixture
 def start(tmp_path) -> Callable[..., subprocess.Popen]:
-    """Start a command line as a process of its own, in the test's directory."""
+    """Start a command line as a separate process, in the test's directory."""
     started = []
 
     def start(*args: object, **kwargs: object) -> subprocess.Popen:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of any size that take no room: a header, and a hole where the tensors are."""
+"""Checkpoints of any size that use no disk space: a header, and a hole instead of the tensors."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def test_diff_then_job(cli, job):
-    """A dry run writes nothing; then the job is changed as shown, and the second time nothing is to be changed."""
+    """A dry run writes nothing; then the job is changed as shown, and the second run changes nothing."""
     config = job / "app" / "config" / "config_fed_server.json"
     code, out, err = cli("adapt", "job", "--dry-run")
     assert (code, out) == (0, DIFF)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nvflare-lazy clean`: it shows what jobs have on disk, and removes what dead ones left, and nothing else."""
+"""`nvflare-lazy clean` lists the scratch of jobs, and removes only the directories of ended jobs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def row(result, owner: str) -> list[str]:
 
 
 def test_nothing_there(cli, root):
-    """It says so, and makes no scratch root."""
+    """It reports this, and makes no scratch root."""
     result = cli("clean", "--scratch-dir", root)
     assert (result.code, result.out) == (0, "No scratch directories found.\n")
     assert not root.exists()
 
 
 def test_it_shows_and_touches_nothing(cli, root, living, leave_behind):
-    """Each with its owner, size, job and path; the dead ones with the command that gives their space back."""
+    """Each with its owner, size, job and path; ended owners with the command that frees their space."""
     dead = leave_behind()
     result = cli("clean", "--scratch-dir", root)
     assert result.code == 0
@@ -62,7 +62,7 @@ def test_it_removes_what_dead_ones_left(cli, root, living, leave_behind):
 
 
 def test_scratch_of_other_hosts(cli, root, leave_behind):
-    """Nobody here can tell whether their owners live: they go only when it is said so."""
+    """This host cannot check whether their owners are running: they are removed only on request."""
     other = leave_behind(hostname="elsewhere", boot_id="another")
     assert row(cli("clean", "--scratch-dir", root, "--remove"), "unknown")
     assert other.exists()

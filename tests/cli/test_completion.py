@@ -122,7 +122,7 @@ def test_does_not_load_torch(tmp_path):
 
 
 def test_unknown_shell(environment):
-    """A shell without completion is named, with those that have it."""
+    """The error for an unsupported shell lists the supported shells."""
     environment["_NVFLARE_LAZY_COMPLETE"] = "ksh_source"
     done = subprocess.run(["nvflare-lazy"], env=environment, capture_output=True, text=True)
     assert done.returncode == 1

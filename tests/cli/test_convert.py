@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`convert` writes any checkpoint as safetensors, as a whole or not at all, in a few megabytes of memory."""
+"""`convert` writes any checkpoint as safetensors, atomically, in a few megabytes of memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_kind(cli, tmp_path, tensors, kind):
 
 
 def test_metadata(cli, model, training):
-    """Metadata is kept; what comes from PyTorch is marked as such, which some readers insist on."""
+    """Metadata is kept; tensors from PyTorch are marked as such, which some readers require."""
     cli("convert", model, "a.safetensors")
     cli("convert", training, "b.safetensors", "--section", "model")
     for path in ("a.safetensors", "b.safetensors"):
@@ -201,7 +201,7 @@ def test_a_dangling_link_is_there(cli, model):
     ],
 )
 def test_wrong_targets(cli, model, target, code, message):
-    """A mistake in OUTPUT is one line, and nothing is written."""
+    """An invalid OUTPUT is reported in one line, and nothing is written."""
     before = sorted(os.listdir())
     found, _, err = cli("convert", model, target)
     assert found == code
@@ -218,7 +218,7 @@ def test_wrong_targets(cli, model, target, code, message):
     ],
 )
 def test_no_checkpoint(cli, content, message):
-    """What is no checkpoint is called what it is, in one line."""
+    """The error for a file that is not a checkpoint has the format's name, in one line."""
     Path("in").write_bytes(content)
     for command in (["convert", "in", "out.safetensors"], ["inspect", "in"]):
         code, out, err = cli(*command)

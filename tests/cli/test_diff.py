@@ -77,7 +77,7 @@ def test_json(cli, pair):
 
 
 def test_non_finite(cli, tmp_path):
-    """NaN and infinite values have two more columns, and their tensors come first."""
+    """NaN and infinite values add two columns, and their tensors are listed first."""
     save_file({"a": torch.tensor([math.nan, 1.0]), "b": torch.tensor([1.0, 1.0])}, tmp_path / "a")
     save_file({"a": torch.tensor([math.inf, 1.0]), "b": torch.tensor([9.0, 1.0])}, tmp_path / "b")
     lines = cli("diff", "a", "b").out.splitlines()

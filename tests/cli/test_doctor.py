@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nvflare-lazy doctor`: what it says of a machine that is ready, and of each thing that may be wrong with one."""
+"""`nvflare-lazy doctor`: its report on a healthy machine, and on each problem that a machine may have."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_site_that_is_none(tmp_path, site):
 
 
 def test_scratch_that_cannot_be_used(cli, tmp_path):
-    """A place that is a file is a problem, and the exit code says so."""
+    """A file instead of a directory is a problem, and the exit code reports it."""
     (tmp_path / "file").write_text("")
     result = cli("doctor", "--scratch-dir", tmp_path / "file")
     assert result.code == 1
@@ -120,7 +120,7 @@ def test_scratch_that_cannot_be_used(cli, tmp_path):
 
 
 def test_scratch_that_is_memory_and_small(cli, small_disk):
-    """A tmpfs takes from the memory that is to be saved: a warning; and eight MiB are no room: a problem."""
+    """A tmpfs uses the memory that this package saves: a warning; eight MiB are too little: a problem."""
     result = cli("doctor", "--scratch-dir", small_disk)
     found = findings(result)
     assert result.code == 1
@@ -130,7 +130,7 @@ def test_scratch_that_is_memory_and_small(cli, small_disk):
 
 
 def test_left_scratch_is_removed_and_reported(root, leave_behind):
-    """Leasing scratch as a job does takes away what dead processes left, and it says how much that was."""
+    """Leasing scratch as a job does frees the space of ended processes, and the report has the size."""
     directory = leave_behind()
     (finding,) = [found for found in doctor.check_scratch(str(root)) if "no longer exist" in found.message]
     assert (finding.level, "Removed" in finding.message) == (doctor.OK, True)
@@ -147,7 +147,7 @@ def test_left_scratch_that_stays(root, leave_behind, monkeypatch):
 
 
 def _open_without_reclaiming(directory):
-    """Opens scratch while what a dead process left is where nobody looks for it."""
+    """Opens scratch although an ended process left a directory at an unused path."""
     opening = doctor.JobScratch.open
 
     def opened(*args, **kwargs):
@@ -184,7 +184,7 @@ def test_the_limits_of_a_container(monkeypatch, tmp_path):
 
 
 def test_limits_of_messages(monkeypatch, tmp_path):
-    """NVFlare reads the same variables; those that break transfers are found, also in the files of a site."""
+    """NVFlare reads the same variables; settings that break transfers are found, even in the files of a site."""
     assert list(doctor.check_messages(tmp_path)) == []
     for name in (doctor.MAX_MESSAGE, doctor.MAX_BLOB):
         monkeypatch.setenv(name, "1000000")

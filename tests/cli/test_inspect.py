@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`inspect` shows what is in a checkpoint of any kind and any size, and reads no tensor for it."""
+"""`inspect` lists the contents of a checkpoint of any kind and any size, and reads no tensor for it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_json(cli, model, tensors):
 
 @pytest.mark.parametrize("kind", ["zip", "legacy"])
 def test_pytorch(cli, tmp_path, tensors, kind):
-    """PyTorch checkpoints look the same, in the order in which they were saved; what is no tensor is shown, too."""
+    """PyTorch checkpoints look the same, in the order in which they were saved, including other objects."""
     content = {"model": {**tensors, "tied": tensors["norm"]}, "epoch": 3, "args": {"name": "run\x1b[31m"}}
     torch.save(content, tmp_path / "file", _use_new_zipfile_serialization=kind == "zip")
     code, out, _ = cli("inspect", "file")
@@ -86,7 +86,7 @@ def test_extras_as_json(cli, tmp_path):
 
 
 def test_extras_that_are_not_loaded_are_named(cli, tmp_path):
-    """Objects that are more than plain data stay what they are called, in the table and as JSON."""
+    """Objects that are more than plain data appear by the names of their classes, in the table and as JSON."""
     torch.save({"w": torch.zeros(2), "loss": [np.float64(0.5)]}, tmp_path / "model.pt")
     name = "multiarray.scalar, not loaded>"
     assert name in cli("inspect", tmp_path / "model.pt").out
@@ -182,7 +182,7 @@ def test_all_dtypes(cli, tmp_path):
 
 
 def test_type_without_a_safetensors_name(cli, tmp_path):
-    """Such a type is called what torch calls it."""
+    """Such a type has torch's name for it."""
     torch.save({"z": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "f.pt")
     assert "z     complex128  [2]    32 B" in cli("inspect", "f.pt").out
 

@@ -54,7 +54,7 @@ def test_json(cli, model):
 
 
 def test_a_machine_that_is_large_enough(cli, model):
-    """Exit code 0, and what the check does not include."""
+    """Exit code 0, and a list of the parts that the check does not include."""
     result = cli("plan", model, "--clients", 3, "--against", ".", "--memory-budget", "1MiB")
     assert result.code == 0
     assert result.out.endswith("\nThis machine has the memory and the disk space for a server of this job.\n")
@@ -63,7 +63,7 @@ def test_a_machine_that_is_large_enough(cli, model):
 
 
 def test_a_machine_that_is_too_small(cli, large, monkeypatch):
-    """Exit code 1, and what is missing; directories that do not exist yet share the disk that they will be on."""
+    """Exit code 1, and the missing space; directories that do not exist yet share their future disk."""
     monkeypatch.setattr(container, "memory_limit", lambda: MemoryLimit(GIB, GIB // 2, Path("/memory.max")))
     args = ("plan", large, "--clients", 4, "--env", "sim", "--against", "scratch", "--checkpoint-dir", "checkpoints")
     result = cli(*args)

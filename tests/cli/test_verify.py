@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`verify` reads everything, finds what is wrong, and says where; what is right passes."""
+"""`verify` reads everything, and reports each error with its position; a correct file passes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def zipped(tensors, tmp_path) -> Path:
 
 
 def flip(path: Path, offset: int) -> None:
-    """Change one bit of a file."""
+    """Invert a single bit of a file."""
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
 
 
 def storage_offset(path: Path, key: str) -> int:
-    """Return an offset inside of a storage of a zip checkpoint."""
+    """Return an offset inside a storage of a zip checkpoint."""
     with zipfile.ZipFile(path) as archive:
         [info] = [info for info in archive.infolist() if info.filename.endswith(f"/data/{key}")]
-    # The name is in the directory at the end, too, but in front of the data first.
+    # The name is in the central directory at the end, but in front of the data first.
     return path.read_bytes().index(f"/data/{key}".encode(), info.header_offset) + 100
 
 
@@ -76,7 +76,7 @@ def test_bad_safetensors(cli, model, damage, message):
 
 
 def test_one_bad_file_of_several(cli, model, zipped):
-    """All files are checked, whatever is wrong with one of them."""
+    """All files are checked, whatever errors one of them has."""
     code, out, _ = cli("verify", "nowhere", model, zipped, "nowhere")
     assert code == 1
     lines = [line.rsplit(": ", 1)[-1] for line in out.splitlines() if not line.startswith(" ")]
@@ -175,7 +175,7 @@ def test_finite(cli, tmp_path):
 
 
 def test_finite_across_tiles(cli, tmp_path, monkeypatch):
-    """The place of a value does not depend on how the tensor is read, nor on how it lies in the file."""
+    """The index of a value depends neither on how the tensor is read, nor on its layout in the file."""
     monkeypatch.setattr(verify, "_TILE_BYTES", 16)
     values = torch.zeros(6, 5)
     values[4, 1] = math.nan
@@ -205,7 +205,7 @@ def test_tensor_that_cannot_be_read(cli, tmp_path):
 
 
 def test_section(cli, training):
-    """Only one part is looked at, if that is what was asked for."""
+    """Only the requested part is checked."""
     assert "training.pt: OK, 4 tensors" in cli("verify", "--section", "model", "training.pt").out
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fenced code blocks of a Markdown document, with the comment above each that says what is to be done with it."""
+"""The fenced code blocks of a Markdown document, with the comment above each that sets how it is tested."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Block:
         path: The document.
         line: Number of the block's first line in it, counted from 1.
         language: The word after the fence.
-        text: What is between the fences.
+        text: The lines between the fences.
         not_run: The reason of a `<!-- not run: reason -->` above the block.
         file: The name of a `<!-- file: name -->` above the block.
     """

@@ -7,7 +7,7 @@ from tests.documents.architecture import PACKAGE, documented_tables, module_tabl
 
 
 def test_every_module_has_its_line():
-    """A module that is added, moved or described anew appears so in the document."""
+    """The document has the current docstring of every module, moved and new ones included."""
     assert documented_tables().strip() == module_tables().strip(), "run: python -m tests.documents.architecture"
 
 

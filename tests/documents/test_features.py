@@ -43,7 +43,7 @@ def recipes() -> set[str]:
 
 
 def test_every_recipe_is_in_the_matrix():
-    """A recipe that a new release of NVFlare brings makes this fail until the matrix says what happens to it."""
+    """A recipe that a new release of NVFlare adds makes this fail until the matrix has a row for it."""
     rows = set(re.findall(r"^\| `([\w.]+Recipe\w*)` \|", PAGE, re.M))
     assert len(recipes()) > 20
     assert rows == recipes()
@@ -57,7 +57,7 @@ def test_every_test_exists(path):
 
 
 def test_every_row_has_a_state():
-    """Each feature is tested, untested, not tried, without effect or not possible, or says how it works."""
+    """Each feature is tested, untested, not tried, without effect or not possible, or has instructions."""
     states = re.findall(r"^\| .* \| (?:[\d, ]+(?:; counterpart)?|none) \| (.*) \|$", PAGE, re.M)
     rows = [line for line in PAGE.splitlines() if line.startswith("| ") and line.count(" | ") == 2]
     assert len(states) == len(rows) - PAGE.count("| levels | state |")

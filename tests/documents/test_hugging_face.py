@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the how-to for Hugging Face models. `test_matrix.py` does so where transformers and PEFT are installed."""
+"""Run the tutorial for Hugging Face models. `test_matrix.py` does so where transformers and PEFT are installed."""
 
 from __future__ import annotations
 

@@ -430,7 +430,7 @@ def failed(shape: tuple[int, ...] = (2,)) -> torch.Tensor:
 
 
 def one_component(fl_ctx: Any, controller: Any, params_type: Any = None, **model: Any) -> TensorOffload:
-    """Return a `TensorOffload` beside a running controller whose global model this is."""
+    """Return a `TensorOffload` and a running controller whose global model this is."""
     give(fl_ctx, **(model or {"a": [0.0, 0.0]}))
     fl_ctx.set_prop(FLContextKey.RUNNER, SimpleNamespace(current_wf=SimpleNamespace(controller=controller)))
     return TensorOffload(params_type=params_type)

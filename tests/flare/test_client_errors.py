@@ -83,7 +83,7 @@ def test_the_output_of_a_trainer_that_hangs(monkeypatch):
 
 
 def test_a_line_that_a_client_sends():
-    """It is quoted and cut, belongs to one task, and a process without a task has none."""
+    """Its text is quoted and cut, and belongs to one task; without a task, no text is kept."""
     errors = ClientErrors("simulate_job")
     errors.add("site-1", "too early")
     errors.on_task_sent("site-1")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Crafted results against every aggregation: one client costs its own contribution, and nothing else.
 
-A generator combines values, dtypes, shapes, names, metrics, metadata and control variates. After each round, the log
-has one reason for each skipped client, and the other clients alone have made the model, bit for bit, and the metrics.
-With `HYPOTHESIS_PROFILE=night`, there are fifty times as many results.
+A generator combines values, dtypes, shapes, names and metrics with metadata and control variates. After each round, the
+log has one reason for each skipped client, and the other clients alone have made the model, bit for bit, and the
+metrics. With `HYPOTHESIS_PROFILE=night`, there are fifty times as many results.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def run(folder, *arguments):
 
 @pytest.mark.slow
 def test_scripts_and_modules(tmp_path):
-    """With their arguments, and the directory that Python puts first on the path; else it says what it takes."""
+    """With their arguments, and the first directory of Python's path; otherwise the error lists the requirements."""
     (tmp_path / "custom").mkdir()
     (tmp_path / "custom" / "program.py").write_text(PROGRAM)
     script = run(tmp_path, "custom/program.py", "-x", "1")

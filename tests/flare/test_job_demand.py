@@ -98,7 +98,7 @@ def test_a_client(fl_ctx, engine, monkeypatch, tmp_path, caplog):
 
 
 def test_a_disk_below_the_results_of_all_clients(fl_ctx, engine, tmp_path, monkeypatch, caplog):
-    """The warning has the number and the size of the results, the directories, and what is free and missing."""
+    """The warning has the number and the size of the results, the directories, and the free and missing space."""
     engine.get_clients = lambda: ["site-1", "site-2", "site-3"]
     actual = os.statvfs
 

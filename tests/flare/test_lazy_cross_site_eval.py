@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-site evaluation by itself: models go to files and come back unread, and one bad model is not evaluated."""
+"""Cross-site evaluation: models are written to files and returned unread, and one invalid model is not evaluated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 @pytest.mark.parametrize("kind", [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF])
 @pytest.mark.parametrize("numpy", [False, True])
 def test_a_model_is_passed_on_unread(fl_ctx, result, tmp_path, kind, numpy):
-    """As it came, tensors or arrays, of the same kind and with what is beside them; its scratch may go at once."""
+    """As received: tensors or arrays, of the same kind, with the same metadata; its scratch may be freed at once."""
     data = dict(result("site-1", w=torch.arange(6.0).reshape(2, 3)).params)
     if numpy:
         data = {name: LazyArray.from_lazy_tensor(value) for name, value in data.items()}

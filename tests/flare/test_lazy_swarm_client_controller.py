@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller of clients in swarm learning: what it requests on disk, and what a training script gets."""
+"""The controller of clients in swarm learning: its requests on disk, and the model in a training script."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_a_model_of_other_code(begin, qwen, fl_ctx, caplog):
 
 
 def test_tensors_that_are_computed_on_loading(begin, fl_ctx, tmp_path, caplog):
-    """transformers 5 makes one tensor of all experts: a warning says which, and what to do."""
+    """transformers 5 merges all experts into one tensor: a warning names them, with a remedy."""
     settings = {**GROUPED, "num_experts": 4, "moe_intermediate_size": 16}
     made("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **settings)().save_pretrained(tmp_path / "base")
     begin(tmp_path / "base")

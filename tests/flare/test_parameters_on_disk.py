@@ -63,7 +63,7 @@ class Odd(nn.Module):
 
 
 class Converted(nn.Module):
-    """A module that is converted as a whole, and copied."""
+    """A converted and copied module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def mapped_addresses() -> list[range]:
 
 @pytest.mark.parametrize("model", [Odd, Converted])
 def test_values(model, tmp_path):
-    """Bits, strides and ties are those of an ordinary instantiation, and so are the next random numbers."""
+    """Bits, strides and ties equal those from an ordinary instantiation, and so do the next random numbers."""
     torch.manual_seed(7)
     expected = model()
     then = torch.rand(3)

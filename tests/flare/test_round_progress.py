@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The progress of a running round: what is received and aggregated, when a line is due, and what it says."""
+"""The progress of a running round: received and aggregated results, the time of a line, and its text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def scene():
-    """A round of four clients at time 0, with what the test makes of its downloads and its clock."""
+    """A round of four clients at time 0, with downloads and a clock that the test controls."""
     log = RoundLog(None, lambda line: None)
     scene = SimpleNamespace(log=log, now=0.0, downloads=[], reports=[], looks=[], model=0)
     scene.progress = RoundProgress(
@@ -42,7 +42,7 @@ def scene():
 
 
 def test_bytes_of_each_client_and_of_all(scene):
-    """Complete results, running downloads and failed tasks count; results that have not begun are estimated."""
+    """Complete results, running downloads and failed tasks count; results that have not started are estimated."""
     scene.log.on_result("site-1", GIB, 3, on_disk=True)
     scene.log.on_skip("site-4", "its task failed")
     scene.downloads = [
@@ -71,7 +71,7 @@ def test_bytes_of_each_client_and_of_all(scene):
 
 
 def test_unknown_sizes(scene):
-    """Without any known size there is no percentage; with a model, its size is assumed."""
+    """Without any known size no percentage is shown; with a model, its size is assumed."""
     scene.downloads = [("site-1", 1 << 20, None)]
     report = scene.look(1.0)
     assert (report.total, report.share) == (None, 0.0)
@@ -139,7 +139,7 @@ def test_aggregation(scene):
 
 
 def test_the_thread_ends(scene, monkeypatch):
-    """It looks by itself, and not after `stop()`, which waits for it."""
+    """It checks automatically, and not after `stop()`, which waits for it."""
     monkeypatch.setattr(round_progress, "_SECONDS_BETWEEN_LOOKS", 0.001)
     import threading
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process of a job records besides its rounds, on the server, on a client and in a trainer of a client."""
+"""Other records of a job's process, on the server, on a client and in a client's trainer."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from nvflare_lazy.flare import (
 
 
 def arguments(component: type) -> set[str]:
-    """What the constructor takes by name, its parents' included if it passes on what it does not know."""
+    """Keyword arguments of the constructor, and of its parents if it passes unknown ones on."""
     named: set[str] = set()
     for part in component.__mro__:
         if "__init__" not in vars(part):
@@ -42,12 +42,12 @@ def arguments(component: type) -> set[str]:
         (LazyScaffold, Scaffold, set()),
         (LazyCrossSiteEval, CrossSiteModelEval, set()),
         (LazyModelLocator, PTFileModelLocator, set()),
-        # No model is loaded here, and nothing of a checkpoint is run.
+        # No model is loaded here, and no code of a checkpoint is run.
         (LazyModelPersistor, PTFileModelPersistor, {"load_weights_only", "load_device"}),
     ],
 )
 def test_a_component_takes_what_the_stock_one_takes(ours, stock, without):
-    """All arguments by the same names, but for those that the documents except."""
+    """All arguments by the same names, except for the documented exceptions."""
     assert arguments(stock) - arguments(ours) == without
 
 

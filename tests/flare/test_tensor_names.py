@@ -188,7 +188,7 @@ def test_excluded_tensors(begin, qwen, fl_ctx, tmp_path, result, where):
     tensors = {WORDS: torch.zeros(6, 2), NORM: torch.zeros(2)}
     model = end_round(persistor, fl_ctx, result, tensors, **(excluded if where == "aggregator" else {}))
     assert model == {NORM: [0.0, 0.0]}
-    # A checkpoint is complete, and a resumed job leaves out the same tensors.
+    # A checkpoint is complete, and a resumed job excludes the same tensors.
     saved = ModelDirectory(tmp_path / "checkpoints").open()
     assert {name: value.tolist() for name, value in saved.items()} == {WORDS: MODEL[WORDS].tolist(), **model}
     persistor.handle_event(EventType.END_RUN, fl_ctx)
@@ -208,7 +208,7 @@ def test_at_level_1_nvflare_gets_the_stored_names(begin, qwen, fl_ctx, tmp_path)
 
 
 def test_checkpoints_are_complete_directories(begin, qwen, fl_ctx, tmp_path, result):
-    """The last model, the best one and those of rounds have the companions and the shards of the initial directory."""
+    """The last model, the best one and each round's have the companions and the shards of the initial directory."""
     persistor = begin(qwen)
     fl_ctx.set_prop(AppConstants.GLOBAL_MODEL, None)
     persistor.handle_event(AppEventType.GLOBAL_BEST_MODEL_AVAILABLE, fl_ctx)
@@ -235,7 +235,7 @@ def test_checkpoints_are_complete_directories(begin, qwen, fl_ctx, tmp_path, res
 
 @pytest.mark.parametrize(("max_shard_size", "shards"), [(None, 2), ("1GB", 1), ("20B", 2), ("8B", 2)])
 def test_shards(begin, qwen, fl_ctx, tmp_path, result, max_shard_size, shards):
-    """As many as the initial directory has, or as the option says; each round replaces those of the one before."""
+    """The initial directory or the option sets the number of shards; each round replaces the previous shards."""
     persistor = begin(qwen, max_shard_size=max_shard_size, keep_rounds=1)
     last = tmp_path / "checkpoints"
     for number in range(3):

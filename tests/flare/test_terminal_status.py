@@ -29,7 +29,7 @@ for number in range(30):
 
 
 def report(done, *, aggregation=None, name="site-2"):
-    """The progress of a round of two clients, the second one of which has sent so many MiB of 100."""
+    """The progress of a round of two clients, the second of which has sent `done` MiB of 100."""
     clients = (
         ClientProgress("site-1", 100 * MIB, 100 * MIB, True),
         ClientProgress(name, done * MIB, 100 * MIB, False),
@@ -94,7 +94,7 @@ def test_a_process_that_is_killed():
 
 
 def test_a_terminal_that_changes_its_size(capfd):
-    """The row moves; a terminal that is too small shows nothing; the row is given back once."""
+    """The row moves; a terminal that is too small shows nothing; the row is released once."""
     terminal = Terminal()
     status = TerminalStatus(terminal.fd)
     status.show(report(1))

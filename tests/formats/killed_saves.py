@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program that saves checkpoints over others again and again, killed a little later each time.
 
-Usage: python -m tests.formats.killed_saves DIRECTORY. Prints a line of JSON for each moment of a kill: what opening the
-checkpoint gave then, and what a save after that left in the directory.
+Usage: python -m tests.formats.killed_saves DIRECTORY. Prints one line of JSON for each kill: what the checkpoint
+contains then, and which files are in the directory after another save.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def found(path: Path) -> str:
 
 @contextlib.contextmanager
 def killed_at(place: int) -> Iterator[None]:
-    """Send this process the signal nobody can catch, before or after the given call to the system."""
+    """Send this process SIGKILL before or after the given system call."""
     calls = 0
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,7 +81,7 @@ def killed_at(place: int) -> Iterator[None]:
 
 
 def watch(directory: Path, before: str, after: str) -> Iterator[dict[str, Any]]:
-    """Yield what was found after each moment at which saving `after` over `before` was killed."""
+    """Kill a save of `after` over `before` at each system call, and yield the state found afterwards."""
     for place in range(10_000):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()

@@ -24,7 +24,7 @@ from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile
 
 
 class Lease:
-    """Something to be given back, which counts how often it was, and tells when it is gone."""
+    """Resource that counts its releases and reports when it is deleted."""
 
     def __init__(self) -> None:
         self.released = 0
@@ -101,7 +101,7 @@ def test_identity(tmp_path):
 
 
 def test_views_are_iterable_repeatedly(tmp_path):
-    """`items()` and `values()` can be iterated as often as needed, and `next(iter(...))` begins anew."""
+    """`items()` and `values()` can be iterated repeatedly, and `next(iter(...))` starts over."""
     made = make(tmp_path)
     items, values = made.items(), made.values()
     for _ in range(2):
@@ -111,7 +111,7 @@ def test_views_are_iterable_repeatedly(tmp_path):
 
 
 def test_tied_entries_stay_tied(tmp_path):
-    """Two names of one entry give one object, so that it is sent once and saved as tied."""
+    """Two names of one entry give the same object, so that it is sent and saved as tied."""
     made = make(tmp_path)
     a = made["a"]
     assert made["tied"] is a
@@ -137,7 +137,7 @@ def test_twenty_thousand_entries_cost_nothing(tmp_path):
 
 
 def test_cleanup_releases_now(tmp_path):
-    """After cleanup() the lease is back, whoever still holds tensors, and reading one says why it cannot."""
+    """cleanup() releases the lease even if tensors exist, and reading one raises an error with the reason."""
     lease = Lease()
     made = make(tmp_path, lease)
     held = made["a"]
@@ -183,7 +183,7 @@ def test_from_files_like_nvflares(tmp_path, no_gc):
 
 
 def test_files_are_opened_on_use(tmp_path):
-    """An error names the file and the key, and costs the tensors of that file only, also in `get()`."""
+    """An error names the file and the key, and costs the tensors of that file only, even in `get()`."""
     save_file({"x": torch.ones(3)}, tmp_path / "0.safetensors")
     path, missing = str(tmp_path / "0.safetensors"), str(tmp_path / "1.safetensors")
     made = nvflare_lazy.LazyTensorDict({"T0": (path, "x"), "T1": (path, "nothing"), "T2": (missing, "y")})
@@ -224,7 +224,7 @@ def test_lazy_refs(tmp_path):
 
 
 def test_cleanup_removes_the_directory(tmp_path):
-    """cleanup() removes the directory at once, and a directory that is gone already is no error."""
+    """cleanup() removes the directory at once, and a directory that is already missing is not an error."""
     directory = tmp_path / "received"
     directory.mkdir()
     save_file({"x": torch.ones(3)}, directory / "0.safetensors")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`open` goes by what is in a file, and says what it found if it is none of the kinds it opens."""
+"""`open` recognizes a file by its contents, and the error for an unknown format names that format."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ FOREIGN: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_foreign_files_are_named(tmp_path: Path, kind: str) -> None:
-    """A file that is no checkpoint is called what it is, with what to do, whatever its name promises."""
+    """The error for a file that is not a checkpoint names its format and a remedy, whatever the file's name is."""
     content, found = FOREIGN[kind]
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
@@ -80,7 +80,7 @@ def test_foreign_files_are_named(tmp_path: Path, kind: str) -> None:
 
 
 def test_foreign_archives_and_scripts(tmp_path: Path) -> None:
-    """A zip of something else is refused by what is in it."""
+    """A zip file of another format is recognized by its contents and refused."""
     path = tmp_path / "model.pt"
     with path.open("wb") as file:
         np.savez(file, a=np.zeros(3))
@@ -100,7 +100,7 @@ def test_pipes_devices_and_nothing(tmp_path: Path) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_open_or_raise_a_format_error(tmp_path_factory, content: bytes) -> None:
-    """Whatever is in a file, opening it never fails in another way."""
+    """Whatever the contents of a file, opening it never fails in another way."""
     path = tmp_path_factory.getbasetemp() / "any"
     path.write_bytes(content)
     with pytest.raises(FormatError):
@@ -108,7 +108,7 @@ def test_any_bytes_open_or_raise_a_format_error(tmp_path_factory, content: bytes
 
 
 def test_opening_does_not_import_nvflare(tmp_path: Path) -> None:
-    """A file is opened and saved without NVFlare, if nobody asks for what needs it."""
+    """Opening and saving a file does not import NVFlare unless a caller uses a part that requires it."""
     save(TENSORS, tmp_path / "m.safetensors")
     program = (
         "import sys, nvflare_lazy; opened = nvflare_lazy.open(sys.argv[1]); nvflare_lazy.save(opened, sys.argv[1]); "

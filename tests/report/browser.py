@@ -25,7 +25,7 @@ class Browser:
         self._count = 0
         self._session = ""
         self._unread = b""
-        #: What the page has requested, written to its console, or done wrong.
+        #: Requests, console messages and errors of the page.
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page in a headless Chromium: what it loads, how wide it is, its colors, and what a screen reader gets."""
+"""The page in a headless Chromium: its requests, width and colors, and its content for a screen reader."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def told(workspace: Path) -> dict[str, str]:
 
 
 def test_the_answers_of_a_finished_job(tmp_path: Path):
-    """Who was slow, who was skipped and why, the peak and when, the disk of a next run, the model, the transport."""
+    """The slow and the skipped clients, the peak, the disk of a next run, the model, the transport."""
     model = tmp_path / "workspace" / "server" / "simulate_job" / "app_server" / "model.safetensors"
     workspace = simulated(tmp_path / "workspace", skipped={1: {"site-3": NAN}}, model="/elsewhere/model.safetensors")
     model.parent.mkdir()
@@ -43,7 +43,7 @@ def test_the_answers_of_a_finished_job(tmp_path: Path):
 
 
 def test_a_job_that_runs_or_was_killed(tmp_path: Path):
-    """No record of its end and an incomplete last line: the answers are about what is known."""
+    """No record of its end and an incomplete last line: the answers use the complete records."""
     path = write(tmp_path / FILE_NAME, server_records(rounds=(0, 1), ended=False))
     running = ContributionRecord(time=BEGIN + 25, client="site-1", round=2, nbytes=MIB, seconds=5.0)
     write(tmp_path / "more", [running])
@@ -57,7 +57,7 @@ def test_a_job_that_runs_or_was_killed(tmp_path: Path):
 
 
 def test_a_resumed_job(tmp_path: Path):
-    """Time without a running job is left out of charts, and repeated rounds count once."""
+    """Charts omit time without a running job, and repeated rounds count once."""
     records = server_records(rounds=(0, 1), ended=False) + server_records(begin=BEGIN + 7200, rounds=(1, 2))
     report = summarize(read_job(write(tmp_path / FILE_NAME, records)))
     assert [(start.seconds, start.down_seconds) for start in report.starts] == [(0.0, 0.0), (18.0, 7182.0)]
@@ -68,7 +68,7 @@ def test_a_resumed_job(tmp_path: Path):
 
 
 def test_swarm_learning(tmp_path: Path):
-    """The clients aggregate: their rounds are put together, and the peak is that of the highest client."""
+    """The clients aggregate: their rounds are combined, and the peak is the highest client's."""
     for place, site in enumerate(("site-1", "site-2")):
         own = client_records(site, rounds=(0,))[:-1]
         aggregated = server_records(begin=BEGIN + 10 * place, rounds=(place,), model=f"/{site}/model.safetensors")[1:]
@@ -99,7 +99,7 @@ def test_no_client_is_called_slow_without_a_reason(tmp_path: Path):
 
 
 def test_records_without_the_reasons_of_all_results(tmp_path: Path):
-    """The number of skipped results is that of all rounds, also if the file was thinned."""
+    """The number of skipped results is the total of all rounds, even if the file was thinned."""
     records = server_records(skipped={0: {"site-3": NAN}, 1: {"site-3": NAN}})
     next(each for each in records if isinstance(each, RoundRecord)).skipped = {}
     assert told(write(tmp_path / FILE_NAME, records))["Skipped"] == (
@@ -117,7 +117,7 @@ def test_rounds_without_numbers(tmp_path: Path):
 
 
 def test_records_of_a_server_that_could_not_write(tmp_path: Path):
-    """The times are those of the clients; without any record, there is no report."""
+    """The times are the clients' times; without any record, no report is written."""
     write(tmp_path / "server" / "simulate_job" / FILE_NAME, [])
     with pytest.raises(RecordsError, match=r"no line of .*nvflare_lazy\.jsonl is a record"):
         summarize(read_job(tmp_path))

@@ -91,7 +91,7 @@ def test_the_page_is_accessible(made: str):
     for drawing in drawings:
         assert drawing["role"] == "img"
         assert set(drawing["aria-labelledby"].split()) <= ids.keys()
-    # One table with the numbers of each chart, and those of rounds, clients, skipped results, processes and settings.
+    # One table with the numbers of each chart, and tables of rounds, clients, skipped results, processes and settings.
     tables = structure.all("table")
     assert len(tables) == len(structure.all("caption")) == len(drawings) + 5
     assert {header.get("scope") for header in structure.all("th")} == {"col", "row"}
@@ -101,7 +101,7 @@ def test_the_page_is_accessible(made: str):
 
 
 def test_colors_are_those_of_the_scheme(made: str):
-    """Light and dark define the same variables, and no chart has a color of its own."""
+    """Light and dark define the same variables, and all charts use only these."""
     light, dark = re.findall(r":root \{([^}]*--ink[^}]*)\}", made)
     names = set(re.findall(r"--(\w+):", light))
     assert names == set(re.findall(r"--(\w+):", dark)) >= PALETTE.keys()
@@ -136,7 +136,7 @@ def test_text_of_peers_stays_text(tmp_path: Path):
 
 
 def test_the_command(cli, tmp_path: Path, monkeypatch):
-    """A page with its answers on the terminal, a picture, the numbers as JSON, and errors that say what to do."""
+    """A page with its answers on the terminal, a picture, the numbers as JSON, and errors that have a remedy."""
     simulated(tmp_path / "workspace", slow="site-3")
     made = cli("report", "workspace", "--out", "job.html", "--png", "job.png")
     assert made.code == 0, made.err

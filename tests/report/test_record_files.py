@@ -83,7 +83,7 @@ def test_a_deployment(tmp_path: Path, store: str):
 
 
 def test_several_jobs(tmp_path: Path):
-    """The newest job is reported, or the one whose id begins as asked; an error lists them."""
+    """The newest job is reported, or the one whose id starts with the given text; an error lists them."""
     for number in (1, 2, 3):
         path = write(
             tmp_path / "server" / f"job-{number}" / FILE_NAME, server_records(f"job-{number}", rounds=[0] * number)

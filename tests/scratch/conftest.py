@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scratch roots, jobs, small disks, and what a killed process would have left."""
+"""Scratch roots, jobs, small disks, and the directories that a killed process leaves."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def job(root) -> Iterator[JobScratch]:
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    """A file system of eight MiB, where this user may mount one; what is full without it is in test_disk_full."""
+    """A file system of eight MiB, where this user may mount one; test_disk_full.py covers a full disk without it."""
     place = tmp_path / "disk"
     place.mkdir()
     options = f"size={SMALL_DISK},mode=0700,uid={os.geteuid()},gid={os.getegid()}"
@@ -59,7 +59,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 @pytest.fixture
 def leave_behind(root) -> Callable[..., Path]:
-    """Maker of what a process that died leaves; arguments change the owner record, by default of a dead process."""
+    """Maker of directories that a killed process leaves; arguments change the owner record."""
 
     def make(name: str = "0" * 16, **changes) -> Path:
         directory = resolve_root(root) / f"job-{name}"
@@ -73,7 +73,7 @@ def leave_behind(root) -> Callable[..., Path]:
 
 
 class Child:
-    """A process of its own that runs a script, says when it has come somewhere, and waits to be told to go on."""
+    """A separate process that runs a script, reports each step, and waits for permission to continue."""
 
     def __init__(self, script: str, *arguments: object) -> None:
         self.process = subprocess.Popen(
@@ -105,7 +105,7 @@ class Child:
         self.process.wait()
 
     def ends(self) -> int:
-        """Let it go on to its end; return its exit code."""
+        """Let it run to its end; return its exit code."""
         assert self.process.stdin
         self.process.stdin.close()
         return self.process.wait()
@@ -140,7 +140,7 @@ def write_without_end(file, block: bytes) -> None:
 
 
 def written(job: JobScratch, data: bytes) -> TensorFile:
-    """A finished file in a download of its own, which it keeps."""
+    """A finished file in a separate download, which it keeps."""
     file = job.download().new_file()
     file.pwrite(data, 0)
     return file.finish()

@@ -62,7 +62,7 @@ STAT_1 = f"rss 1\ntotal_rss {300 * MIB}\ntotal_shmem {20 * MIB}\ntotal_cache {5 
             (GIB, "pod/memory.max"),
         ),
         ("0::/pod/job", [V2], {"pod/memory.max": "max", "pod/job/memory.max": "max"}, None),
-        # A group outside of the namespace.
+        # A group outside the namespace.
         ("0::/../other", [V2], {"memory.max": f"{GIB}", "memory.stat": STAT_2}, (GIB, "memory.max")),
         (
             "4:memory:/docker/7f\n0::/",
@@ -148,7 +148,7 @@ def test_disks_that_are_too_small(machine, tmp_path, monkeypatch):
     ],
 )
 def test_ephemeral_storage(machine, tmp_path, monkeypatch, root, kind, counts):
-    """The files of the container and of an `emptyDir` count, and those of a volume with its own storage do not."""
+    """The files of the container and of an `emptyDir` count, but files of a volume with separate storage do not."""
     machine("0::/", [(root, "..", kind, "")], {})
     monkeypatch.setenv(STORAGE_LIMIT, f"{100 * MIB}")
     assert find_shortages(0, {tmp_path: 100 * MIB}) == []

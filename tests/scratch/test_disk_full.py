@@ -69,7 +69,7 @@ def test_setting_aside_takes_real_space(open_job, small_disk):
 
 
 def test_some_stays_free(open_job, small_disk):
-    """Writing ends with min_free left for everybody else."""
+    """Writing ends with min_free left for other programs."""
     job = open_job(min_free="25%")
     file = job.download().new_file()
     with pytest.raises(DiskFullError, match=r"2\.0 MiB of min_free"):
@@ -78,7 +78,7 @@ def test_some_stays_free(open_job, small_disk):
     assert job.free() < 100_000
 
 
-# Where no disk can be mounted this is what is left: the limit on file sizes fails in the middle of a write, too.
+# Where no disk can be mounted, only this limit remains: the limit on file sizes also fails in the middle of a write.
 LIMITED = """
 import resource, sys
 from nvflare_lazy.errors import DiskFullError
@@ -101,7 +101,7 @@ with JobScratch.open(sys.argv[1], job="job", min_free=0) as job:
 
 
 def test_limit_on_file_sizes(start_child, root):
-    """EFBIG is treated as a full disk, after a write that went half way; the process goes on."""
+    """EFBIG is treated as a full disk, after a partial write; the process continues."""
     child = start_child(LIMITED, root)
     said = child.says()
     assert said.startswith(f"{MIB} cannot write to {root}")

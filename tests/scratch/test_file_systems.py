@@ -64,7 +64,7 @@ def test_unknown_where_the_system_does_not_tell(tmp_path, monkeypatch):
 
 
 def test_directory_that_does_not_exist_yet(tmp_path):
-    """Asked beforehand, the report is about the directory it would be made in."""
+    """If the directory does not exist yet, the report describes the directory in which it would be made."""
     report = inspect_root(tmp_path / "not" / "yet")
     assert report.path == tmp_path
     assert report.writable
@@ -73,7 +73,7 @@ def test_directory_that_does_not_exist_yet(tmp_path):
 
 
 def test_place_that_cannot_be_written_to_is_warned_about(tmp_path, monkeypatch):
-    """A root that this user may not write to is of no use, and the warning says what to do."""
+    """A root that this user may not write to cannot be used, and the warning has a remedy."""
     monkeypatch.setattr("os.access", lambda path, mode: False)
     report = inspect_root(tmp_path)
     assert not report.writable

@@ -78,7 +78,7 @@ HANDOFF, PROBE = "handoff", "handoff/probe"
     ],
 )
 def test_only_a_directory_of_this_user_alone_is_visited(job, receiver, place, change):
-    """Each part of the path belongs to this user, no other user reads it, and it is no link."""
+    """Each part of the path belongs to this user, no other user reads it, and it is not a link."""
     lease = job.rendezvous().lease
     receiver.visit(lease).close()
     change(job.path / place)
@@ -98,7 +98,7 @@ def test_only_a_directory_of_this_user_alone_is_visited(job, receiver, place, ch
     ],
 )
 def test_only_a_file_of_this_user_is_taken(job, receiver, visited, change):
-    """Neither as a link nor opened; and nothing of it is left or counted."""
+    """A link is neither made nor opened; nothing of the file is left or counted."""
     id = show(job, written(job, DATA))
     change(job.path / HANDOFF / id)
     download = receiver.download()
@@ -156,7 +156,7 @@ def test_a_file_on_another_file_system_is_not_shown(job, small_disk):
 
 
 def test_a_link_needs_no_free_space(job, receiver, visited, monkeypatch):
-    """A full disk takes no more bytes, but the link has none."""
+    """A link uses no disk space, and therefore works on a full disk."""
     id = show(job, written(job, DATA))
     full = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
     monkeypatch.setattr("nvflare_lazy.scratch._quota.os.statvfs", lambda path: full)
@@ -169,7 +169,7 @@ def test_a_link_needs_no_free_space(job, receiver, visited, monkeypatch):
 
 
 def test_lent_files_free_nothing(root, receiver):
-    """Removing a file that a receiver has does not make room; removing one that it has given up does."""
+    """Removing a file that a receiver has does not free space; removing one that it has released does."""
     with JobScratch.open(root, job="sender", min_free=0, quota=10 * MIB) as sender:
         lease = sender.rendezvous().lease
         recycled = sender._quota.recycled_files
@@ -305,7 +305,7 @@ def test_a_forked_process_takes_nothing_back(job):
 
 
 def test_after_the_end_of_the_job(job, receiver):
-    """Payloads may be released later than the job; nothing is shown any more."""
+    """Payloads may be released later than the job; then no file is offered."""
     file = written(job, DATA)
     id = show(job, file)
     shared = job.rendezvous()
@@ -428,7 +428,7 @@ say()                                                      # taken
 @pytest.mark.parametrize("state", ["spilling", "shown", "lent"])
 @pytest.mark.parametrize("cleanup", ["", WITHOUT_CLEANUP], ids=["cleanup", "next start"])
 def test_a_killed_sender(start_child, root, state, cleanup):
-    """Its names go at once, or at the next start; the receiver has the file as long as it wants."""
+    """Its names are removed at once, or at the next start; the receiver keeps the file as long as it needs it."""
     sender = start_child(cleanup + SENDER, root)
     lease = sender.says()
     with JobScratch.open(root, job="receiver", min_free=0) as receiver:

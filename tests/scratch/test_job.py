@@ -13,7 +13,7 @@ from tests.scratch.conftest import bytes_of, names
 
 
 def test_release_of_the_job_releases_its_downloads(root):
-    """The end of a job stops what is still coming, and leaves an empty root."""
+    """The end of a job stops running downloads, and leaves an empty root."""
     job = JobScratch.open(root, job="job", min_free=0)
     downloads = [job.download() for _ in range(3)]
     files = [download.new_file() for download in downloads]
@@ -30,7 +30,7 @@ def test_release_of_the_job_releases_its_downloads(root):
 
 @pytest.mark.parametrize("deleted", ["job", "root"])
 def test_job_directory_deleted_underneath(root, deleted, caplog):
-    """The process goes on with its next download in a new directory, and leaves nothing of either."""
+    """The process continues with its next download in a new directory, and leaves nothing of either."""
     with JobScratch.open(root, job="job", min_free=0) as job:
         lost = job.download()
         first = job.path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quota is exact, whatever the order of expecting, writing and giving back."""
+"""The quota is exact, whatever the order of reserving, writing and releasing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def job(root):
 
 
 def test_quota_bounds_a_sender_that_never_ends(job):
-    """Writing on and on ends at the quota, and the next download has all of it again."""
+    """Repeated writes end at the quota, and the next download has the complete quota again."""
     download = job.download()
     file = download.new_file()
     with pytest.raises(QuotaExceededError, match=r"quota of 1000 B \(980 B used\)"):
@@ -44,7 +44,7 @@ def test_far_away_offset_counts(job):
     assert job.used == 1000
     file.finish()
     assert job.used == 1000
-    assert job._quota._pending == 0  # nobody fills in the hole any more
+    assert job._quota._pending == 0  # the hole stays unfilled
 
 
 def test_expected_bytes_are_taken_first(job):
@@ -68,7 +68,7 @@ def test_expected_bytes_are_taken_first(job):
 
 
 def test_negative_expectation(job):
-    """A size that a stranger sent is not used to lower what is held."""
+    """A size from an untrusted sender does not lower the amount in use."""
     with pytest.raises(ValueError, match="got -1"):
         job.download(reserve=-1)
     with pytest.raises(ValueError, match="got -1"):
@@ -77,7 +77,7 @@ def test_negative_expectation(job):
 
 
 def test_adopted_file_is_counted_once(root, disk):
-    """A file that was written past this package, as aggregates are, takes what was expected of it and no more."""
+    """A file that was written without this package, as aggregates are, is charged its reservation and no more."""
     with JobScratch.open(root, job="job", min_free=0) as job:
         before = job.free()
         download = job.download(reserve=256_000)
@@ -111,7 +111,7 @@ def test_file_beyond_the_quota_is_not_adopted(job):
 
 
 def test_only_plain_files_of_the_directory_are_adopted(job, tmp_path):
-    """No links, no paths, nothing that is not a file, and nothing that is not there."""
+    """Only names of existing regular files are accepted: no links and no paths."""
     (tmp_path / "elsewhere").write_bytes(bytes(100))
     download = job.download()
     (download.path / "link").symlink_to(tmp_path / "elsewhere")
@@ -126,7 +126,7 @@ def test_only_plain_files_of_the_directory_are_adopted(job, tmp_path):
 
 
 def test_many_threads_get_exactly_the_quota(root):
-    """However many threads ask at once, what is given out is the quota, to the byte."""
+    """However many threads reserve at once, the sum of the reservations is the quota, to the byte."""
     with JobScratch.open(root, job="job", quota=1 << 20, min_free=0) as job:
         downloads = [job.download() for _ in range(16)]
         got = []
@@ -153,7 +153,7 @@ def test_many_threads_get_exactly_the_quota(root):
 
 
 def test_return_in_the_middle_of_an_addition():
-    """A garbage collection may give bytes back between any two steps of taking some; neither is lost."""
+    """A garbage collection may free bytes between any two steps of a reservation; the account stays exact."""
 
     class Colliding(int):
         def __radd__(self, other):
@@ -182,7 +182,7 @@ STEPS = st.lists(
 @settings(max_examples=60)
 @given(steps=STEPS)
 def test_account_agrees_with_a_model(tmp_path_factory, steps):
-    """After any steps what is used is what files hold and downloads still expect, and at the end it is nothing."""
+    """After any steps, the bytes in use are the bytes of files plus all reservations; at the end they are zero."""
     with JobScratch.open(tmp_path_factory.mktemp("root"), job="job", quota=1500, min_free=0) as job:
         downloads = [_Modelled(job) for _ in range(4)]
         for step, which, offset, size in steps:
@@ -194,7 +194,7 @@ def test_account_agrees_with_a_model(tmp_path_factory, steps):
 
 
 class _Modelled:
-    """A download beside the arithmetic that should describe it."""
+    """A download and a model of its account."""
 
     def __init__(self, job):
         self.job = job
@@ -256,7 +256,7 @@ class _Modelled:
 
 
 class _Disk:
-    """A disk as statvfs tells of it."""
+    """A disk as statvfs reports it."""
 
     def __init__(self, free):
         self.free = free
@@ -282,7 +282,7 @@ def disk(monkeypatch):
 
 
 def test_guard_keeps_what_must_stay_free(disk):
-    """What is on its way to the disk counts as if it were there, and the refusal says what to do."""
+    """Reserved bytes count like written bytes, and the refusal has a remedy."""
     space = _quota.Quota("/place", None, 10_000_000)
     space.reserve(60_000_000)
     with pytest.raises(DiskFullError, match=r"/place has 95.4 MiB free.*lower min_free"):
@@ -292,7 +292,7 @@ def test_guard_keeps_what_must_stay_free(disk):
 
 
 def test_guard_sees_other_programs(disk):
-    """A disk that somebody else fills ends the write, before it is full."""
+    """A disk that other programs fill ends the write, before it is full."""
     space = _quota.Quota("/place", None, 10_000_000)
     space.reserve(80_000_000)
     disk.free = 40_000_000
@@ -302,7 +302,7 @@ def test_guard_sees_other_programs(disk):
 
 
 def test_download_that_stalls_does_not_end_another(root, disk):
-    """A disk that other programs fill has room for one of two downloads: the one that writes gets it."""
+    """On a disk that other programs fill there is space for one of two downloads: the writing one gets it."""
     with JobScratch.open(root, job="job", min_free=0) as job:
         stalled, honest = job.download("of site-1", reserve=60_000_000), job.download("of site-2", reserve=20_000_000)
         disk.free = 30_000_000

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of downloads that are over are written over by the next ones, unless anybody could still read them."""
+"""Files of ended downloads are reused by the next ones, unless another process or tensor could still read them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def recycled(job):
 
 
 def test_the_next_download_has_the_same_file(job):
-    """A released file is used again, cut to what was written, and counts only as long as it is used."""
+    """A released file is used again, cut to the written size, and counts only while it is in use."""
     download = job.download()
     path = received(download)
     inode = path.stat().st_ino
@@ -54,7 +54,7 @@ def test_the_next_download_has_the_same_file(job):
 
 
 def test_a_mapped_file_is_not_used_again(job):
-    """Even if no descriptor of it is open any more: an operator that reads the mapping must not see new bytes."""
+    """Even after its last descriptor is closed: an operator that reads the mapping must not see new bytes."""
     download = job.download()
     file = opened(download)
     memory = file.map(0, len(OLD))
@@ -66,7 +66,7 @@ def test_a_mapped_file_is_not_used_again(job):
 
 
 def test_files_that_grow(job):
-    """A recycled file that is too small is made longer; one without a size beforehand is cut at the end."""
+    """A recycled file that is too small is extended; a file of unknown size is cut at the end."""
     download = job.download()
     received(download, NEW)
     download.release()
@@ -88,7 +88,7 @@ def test_small_files_are_not_kept(job):
 
 
 def test_a_file_that_is_being_read_is_not_used_again(job):
-    """Whoever has it open reads what was in it to the end, also after a release."""
+    """A reader that has it open reads the old contents to the end, even after a release."""
     download = job.download()
     file = opened(download)
     source = FileSource(file, 0, len(OLD))
@@ -112,7 +112,7 @@ def test_a_file_that_was_closed_is_used_again(job):
 
 
 def test_the_last_reference_keeps_it(job, no_gc):
-    """A download whose last tensor goes is over, too."""
+    """A download also ends when its last tensor is deleted."""
     download = job.download()
     file = opened(download)
     source = FileSource(file, 0, len(OLD))
@@ -121,7 +121,7 @@ def test_the_last_reference_keeps_it(job, no_gc):
 
 
 def test_a_file_open_in_another_process_is_not_used_again(job):
-    """The kernel says so, whoever it is."""
+    """The kernel detects any process that has the file open."""
     download = job.download()
     path = received(download)
     script = "import sys; f = open(sys.argv[1], 'rb'); print('open', flush=True); input(); print(f.read(3).decode())"
@@ -150,7 +150,7 @@ def test_a_file_with_another_name_is_not_used_again(job, tmp_path):
 
 
 def test_recycled_files_make_room_for_the_quota(root):
-    """Used and recycled files together stay within the quota; what must go is what was kept first."""
+    """Used and recycled files together stay within the quota; the oldest recycled file is removed first."""
     with JobScratch.open(root, job="job", min_free=0, quota=7 * MIB) as job:
         downloads = [job.download() for _ in range(2)]
         for download in downloads:
@@ -182,7 +182,7 @@ def test_recycled_files_make_room_on_the_disk(job, monkeypatch):
 
 
 def test_without_leases_nothing_is_kept(job, monkeypatch):
-    """A file system that cannot tell who has a file open is used as if there were no recycled files."""
+    """On a file system that cannot report open files, no file is recycled."""
 
     def refuse(fd, command, *rest):
         raise OSError(22, "Invalid argument")

@@ -69,7 +69,7 @@ def test_a_lent_file_is_written_again_after_the_receiver_has_removed_its_link(jo
 
 
 def test_a_failed_link_counts_nothing(job, receiver):
-    """The quota has room for it afterwards, and nothing is left in the directory."""
+    """Afterwards the quota has enough space for it, and nothing is left in the directory."""
     file = written(job, DATA)
     id = show(job, file)
     download = receiver.download()
@@ -135,7 +135,7 @@ def test_only_other_leases_are_visited(job, root):
 
 
 def test_the_token_depends_on_the_nonce():
-    """It does not tell hosts apart to a peer that has not the same boot id."""
+    """It does not reveal equal hosts to a peer with another boot id."""
     assert host_token("a") == host_token("a") != host_token("b")
     assert hmac.compare_digest(host_token("\ud800"), host_token("\ud800"))
 

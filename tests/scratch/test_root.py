@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where scratch lives: chosen, made, and refused where others could put something else in its place."""
+"""Location of scratch: chosen, created, and refused where other users could replace it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOMEBODY_ELSE = 54321
 
 @pytest.fixture
 def given_to_somebody_else(monkeypatch):
-    """Make paths somebody else's: really if we are root, else by making this process believe that it is another."""
+    """Make other users own the paths: if we are root, really; otherwise, as seen by this process."""
 
     def give(*paths):
         if os.geteuid() == 0:
@@ -69,7 +69,7 @@ def test_home_directory_is_spelled_out(tmp_path, monkeypatch):
     ids=["cache", "home", "relative cache", "no home", "relative home", "home is a file", "home cannot be written to"],
 )
 def test_default_is_the_cache_or_the_temporary_directory(tmp_path, monkeypatch, environment, expected):
-    """Without a home to write to, as in a container, scratch is a directory of one's own in the temporary one."""
+    """Without a writable home, as in a container, scratch is a private directory in the temporary one."""
     (tmp_path / "tmp").mkdir(mode=0o700)
     (tmp_path / "tmp").chmod(0o1777)
     (tmp_path / "file").touch()
@@ -128,14 +128,14 @@ def test_shared_directory_gets_a_part_for_this_user(everybodys):
 
 
 def test_directory_of_a_group_gets_a_part_for_this_user(tmp_path):
-    """Members of a group could rename what is in the group's directory, so scratch is one level below."""
+    """Members of a group could rename entries of the group's directory, so scratch is one level below."""
     (shared := tmp_path / "shared").mkdir()
     shared.chmod(0o2770)
     assert resolve_root(shared) == shared / f"nvflare-lazy-{os.geteuid()}"
 
 
 def test_directory_that_anybody_may_change_is_refused(tmp_path):
-    """World-writable without a sticky bit: anybody could put another directory in place of ours."""
+    """World-writable without a sticky bit: any user could replace our directory."""
     (open_to_all := tmp_path / "open").mkdir()
     open_to_all.chmod(0o777)
     with pytest.raises(ScratchPermissionError, match=r"world-writable .*mode 0777.*chmod \+t"):
@@ -144,7 +144,7 @@ def test_directory_that_anybody_may_change_is_refused(tmp_path):
 
 
 def test_directory_below_one_that_anybody_may_change_is_warned_about(tmp_path, caplog):
-    """The usual volume of a container is such a directory, and nobody else is there: a directory in it works."""
+    """The usual volume of a container is such a directory, and has no other users: a directory in it works."""
     (volume := tmp_path / "volume").mkdir()
     volume.chmod(0o777)
     assert resolve_root(volume / "scratch") == volume / "scratch"
@@ -189,7 +189,7 @@ def test_links_in_a_circle_are_refused(tmp_path):
 
 
 def test_file_is_no_root(tmp_path):
-    """A file in the place of the root, or of a directory above it, is named in the error."""
+    """If the root, or a directory above it, is a file, the error has its name."""
     (file := tmp_path / "file").touch()
     with pytest.raises(ScratchError, match=f"{file} is not a directory"):
         resolve_root(file)
@@ -198,7 +198,7 @@ def test_file_is_no_root(tmp_path):
 
 
 def test_relative_root_without_a_working_directory(tmp_path, monkeypatch):
-    """The simulator runs in a directory that was deleted: a relative root means nothing there, and says so."""
+    """The simulator runs in a deleted directory: there, a relative root raises an error with the reason."""
     (gone := tmp_path / "gone").mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
@@ -208,7 +208,7 @@ def test_relative_root_without_a_working_directory(tmp_path, monkeypatch):
 
 
 def test_root_that_was_swapped_is_not_opened(root, given_to_somebody_else):
-    """Between choosing the root and using it somebody else's directory may have come in its place."""
+    """Between choosing the root and using it, another user's directory may have replaced it."""
     resolve_root(root)
     given_to_somebody_else(root)
     with pytest.raises(ScratchPermissionError, match="replaced"):

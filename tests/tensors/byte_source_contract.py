@@ -57,7 +57,7 @@ class ByteSourceContract(ABC):
 
     @pytest.mark.parametrize(("offset", "count"), [(-1, 1), (0, None), (None, 1)])
     def test_outside_is_an_error(self, source, offset, count):
-        """Reading or slicing outside of the source raises, and does not shorten or wrap."""
+        """Reading or slicing outside the source raises, and does not shorten or wrap."""
         made, data = source
         offset = len(data) if offset is None else offset
         count = len(data) + 1 if count is None else count

@@ -36,7 +36,7 @@ class Untouchable(ByteSource):
 
 
 def lazy(tensor: torch.Tensor) -> LazyTensor:
-    """Return a lazy tensor of the same elements, row-major, over memory of its own."""
+    """Return a lazy tensor of the same elements, row-major, over separate memory."""
     contiguous = tensor.detach().contiguous()
     source = MemorySource(bytes(storage_bytes(contiguous)))
     return LazyTensor(source, tensor.dtype, tuple(tensor.shape))

@@ -16,14 +16,14 @@ WITH_TORCH = [row for row in dtypes.ELEMENT_TYPES if row.torch is not None]
 
 @pytest.mark.parametrize("row", WITH_TORCH, ids=lambda row: str(row.torch))
 def test_widths_are_torchs(row):
-    """A torch element takes as many bytes as the table says, packed types included."""
+    """A torch element takes as many bytes as the table lists, packed types included."""
     assert row.bits * row.packed == row.torch.itemsize * 8
     assert dtypes.by_torch(row.torch) is row
 
 
 @pytest.mark.parametrize("row", [r for r in dtypes.ELEMENT_TYPES if r.numpy is not None], ids=lambda r: str(r.numpy))
 def test_widths_are_numpys(row):
-    """A NumPy element takes as many bytes as the table says, in either byte order."""
+    """A NumPy element takes as many bytes as the table lists, in either byte order."""
     assert row.bits == row.numpy.itemsize * 8
     assert dtypes.by_numpy(row.numpy) is row
     assert dtypes.by_numpy(row.numpy.newbyteorder(">")) is row

@@ -27,7 +27,7 @@ from nvflare_lazy.transport.array_downloader import ArrayConsumer, ArrayDownload
 from nvflare_lazy.transport.segments import manifest as manifests
 from nvflare_lazy.transport.tensor_downloader import DiskTensorConsumer, TensorConsumer, TensorDownloadable
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # torch says so once
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # torch warns a single time
 
 LAYOUTS = {
     "plain": lambda x: x,
@@ -130,13 +130,13 @@ def check(values: dict[Combination, Any], tensors: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_entry_of(kind):
-    """Dtype, shape, bytes, and what is made of them."""
+    """Dtype, shape, bytes, and the objects made from them."""
     wrong = []
     for (dtype, layout), value in values_of(kind).items():
         entry = entry_of(value)
         expected = bits(dtype, layout)
         rows = entry.rows()
-        # In parts as well: a part may begin and end inside of an element.
+        # In parts, which may start and end inside an element.
         parts = b"".join(bytes(rows.read(at, min(5, rows.nbytes - at))) for at in range(0, rows.nbytes, 5))
         found = {bytes(rows.read()), parts, bytes(entry.lazy().source.read())}
         if by_torch(dtype).numpy is not None:
@@ -182,7 +182,7 @@ def test_save(kind, tmp_path):
     """A file has one byte order and no strides."""
     values = values_of(kind, NO_FILE)
     for combination in [(dtype, layout) for dtype, layout in values if "float4" in str(dtype) and layout == "single"]:
-        del values[combination]  # the format counts half bytes, of which one alone is no whole byte
+        del values[combination]  # the format counts half bytes, and one alone is half of a byte
     nvflare_lazy.save(by_name(values), tmp_path / "model.safetensors")
     check(values, nvflare_lazy.open(tmp_path / "model.safetensors"))
     for dtype in NO_FILE.intersection(dtype for dtype, _ in values_of(kind)):

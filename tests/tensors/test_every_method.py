@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every method and attribute that `torch.Tensor` and `np.ndarray` have, found by looking, and tried both ways.
 
-What a new release of torch or NumPy brings is in here without anybody having thought of it.
+Methods that a new release of torch or NumPy adds are tested here automatically.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TENSORS = {
     "scalar": torch.tensor(2.5),
     "nothing": torch.zeros(0),
 }
-# Tensors among the arguments are made lazy, too.
+# Tensors among the arguments are also made lazy.
 ARGUMENTS = (
     (), (2,), (1, 0), (0, 1, 2), (1.5,), (X * 0.5,), (torch.arange(3.0),), (X * 0.5, X * 0.5),
     (torch.arange(12).reshape(3, 4) % 3,), (X > 4,), (0, torch.zeros(1, 4, dtype=torch.int64)),
@@ -44,15 +44,15 @@ ARGUMENTS = (
 NOT_TENSORS = {
     "__class__", "__init__", "__new__", "__init_subclass__", "__subclasshook__", "__weakref__", "__dict__", "__doc__",
     "__module__", "__annotations__", "__dir__", "__getattribute__", "__setattr__", "__delattr__", "__sizeof__",
-    "__getstate__", "__torch_function__", "__torch_dispatch__",  # what Python and torch need to know of the class
+    "__getstate__", "__torch_function__", "__torch_dispatch__",  # attributes of the class for Python and torch
     "__hash__", "_cdata", "__iter__", "data_ptr", "const_data_ptr", "_typed_storage", "storage", "untyped_storage",
     "__reduce__", "__reduce_ex__", "_reduce_ex_internal", "__dlpack__", "__deepcopy__", "_use_count",  # addresses
-    "__repr__", "__str__", "__array__",  # have tests of their own
-    "_python_dispatch", "_neg_view",  # torch's own matter
+    "__repr__", "__str__", "__array__",  # have separate tests
+    "_python_dispatch", "_neg_view",  # private to torch
     "empty_like", "new_empty", "new_empty_strided", "resize_as_sparse_",  # give memory that was never written
     "new", "index",  # `new(size)` likewise; `index` never returns for some arguments, ordinary tensors included
     "cuda", "xpu", "ipu", "mtia", "hpu", "pin_memory", "backward", "register_hook",  # need hardware, or a graph
-    "quantile", "nanquantile",  # torch does not check the range of quantiles that are of a class of their own
+    "quantile", "nanquantile",  # torch does not check the range of quantiles that are of another class
 }  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def difference(got, expected) -> str | None:
 
 
 def unlike(plain, made, expected, wrong, got, error) -> str | None:
-    """Say what is not as it has to be: the same result, an error where there is one, and a refused write."""
+    """Return the differences from the expected behavior: the same result, the same error, and a refused write."""
     if wrong is not None:
         if "Cannot construct a dtype from an array" in str(wrong):
             return None  # NumPy asks anything but an array for its `dtype`
@@ -133,7 +133,7 @@ def method(name: str):
     return lambda target, *arguments: getattr(target, name)(*arguments)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns of much that nobody would call
+@pytest.mark.filterwarnings("ignore")  # torch warns about many methods that programs do not use
 @pytest.mark.parametrize("kind", TENSORS)
 def test_methods_of_tensors(kind):
     """Each method with a score of arguments: the same result, no error less, and no write that goes nowhere."""
@@ -151,7 +151,7 @@ def test_methods_of_tensors(kind):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", TENSORS)
 def test_attributes_of_tensors(kind):
-    """Each attribute is what it is for an ordinary tensor, and cannot be used to write to one that is not."""
+    """Each attribute equals the attribute of an ordinary tensor, and cannot be used to write to a lazy one."""
     failures = []
     for name in sorted(set(dir(torch.Tensor)) - NOT_TENSORS):
         if callable(getattr(torch.Tensor, name)):
@@ -186,8 +186,8 @@ NOT_ARRAYS = {
     "__array_priority__", "__array_wrap__", "__array_interface__", "__array_struct__", "ctypes", "data", "flags",
     "__hash__", "__iter__", "__reduce__", "__reduce_ex__", "__repr__", "__str__", "__array__", "__deepcopy__",
     "dump", "dumps", "tofile", "flat", "base", "__dlpack__", "__array_namespace__", "__setstate__", "__buffer__",
-    "__rmod__",  # formats a text, and gets an array from nobody
-    "__pow__", "__rpow__", "__ipow__", "__complex__",  # take an argument more than anybody gives them
+    "__rmod__",  # formats a text, and is never called with an array
+    "__pow__", "__rpow__", "__ipow__", "__complex__",  # take an argument that operators never pass
 }  # fmt: skip
 
 
@@ -215,7 +215,7 @@ def test_methods_of_arrays(kind):
 
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_attributes_of_arrays(kind):
-    """Attributes are those of the ordinary array; assigning to any is refused, `shape`, `dtype` and `flat` too."""
+    """Attributes equal the ordinary array's; assigning to any is refused, even to `shape`, `dtype` and `flat`."""
     for name in sorted(set(dir(np.ndarray)) - NOT_ARRAYS):
         if not callable(getattr(np.ndarray, name)):
             plain, made = ARRAYS[kind].copy(), lazy_array(ARRAYS[kind])

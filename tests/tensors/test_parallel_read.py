@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long reads are shared among threads: every byte once, and nobody works on the caller's memory after the end."""
+"""Long reads are shared among threads: every byte is read once, and no thread uses the caller's memory afterwards."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_pieces_make_up_the_whole(nbytes, threads):
 
 @pytest.mark.parametrize("nbytes", [0, 1, MIN_SHARED_BYTES - 1])
 def test_short_work_stays_with_the_caller(nbytes):
-    """What is not worth sharing is done in one go by the thread that asks."""
+    """A read that is too short for sharing is done at once by the calling thread."""
     seen = []
     parallel_for_ranges(lambda begin, end: seen.append((begin, end, threading.get_ident())), nbytes)
     assert seen == [(0, nbytes, threading.get_ident())]
@@ -79,7 +79,7 @@ def test_busy_helpers_keep_nobody_waiting():
 
 @pytest.mark.parametrize("own", [True, False])
 def test_errors_wait_for_the_helpers(own):
-    """An error in any thread is raised, no further piece is begun, and by then nobody is at work any more."""
+    """An error in any thread is raised, no further piece is started, and by then all threads have stopped."""
     caller, running, begun = threading.get_ident(), [], []
     together = threading.Barrier(4, timeout=300)
 
@@ -109,7 +109,7 @@ def test_memory_is_let_go(tmp_path):
 
 
 def test_a_file_cut_short_is_named(tmp_path):
-    """A piece that meets the end of a file says where that was."""
+    """A piece that meets the end of a file reports its position."""
     path = tmp_path / "data"
     path.write_bytes(os.urandom(MANY))
     source = open_source(path)
@@ -120,7 +120,7 @@ def test_a_file_cut_short_is_named(tmp_path):
 
 
 def test_forked_child_has_its_own_helpers(tmp_path):
-    """A child has none of its parent's threads; it reads with new ones."""
+    """A child process does not have its parent's threads; it reads with new ones."""
     path = tmp_path / "data"
     path.write_bytes(os.urandom(MANY))
     source = open_source(path)
@@ -132,7 +132,7 @@ def test_forked_child_has_its_own_helpers(tmp_path):
 
 
 def test_reading_while_the_interpreter_ends(tmp_path):
-    """Whoever reads in an exit handler, or when no thread can be started, still gets all bytes."""
+    """A reader in an exit handler, or one for which no thread can be started, still gets all bytes."""
     path = tmp_path / "data"
     path.write_bytes(b"x" * MANY)
     script = f"""
@@ -183,7 +183,7 @@ except KeyboardInterrupt:
 
 
 def test_interrupted_while_helpers_write(tmp_path):
-    """However often the caller is interrupted, it is let go only when nobody writes to its memory any more."""
+    """However often the caller is interrupted, the call returns only after all writes to its memory have ended."""
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED], cwd=tmp_path, capture_output=True, text=True, timeout=500
     )

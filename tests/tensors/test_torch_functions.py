@@ -48,7 +48,7 @@ def given(make) -> SimpleNamespace:
     return SimpleNamespace(**{name: make(tensor) for name, tensor in TENSORS.items()})
 
 
-# Each is called with ordinary tensors and with lazy ones.
+# Each function runs with ordinary tensors and with lazy ones.
 FUNCTIONS = {
     "addmm": lambda t: torch.addmm(t.a @ t.w, t.a, t.w, beta=0.5, alpha=2),
     "addmm of transposes": lambda t: torch.addmm(t.w.T, t.sq[:3], t.a),
@@ -260,7 +260,7 @@ FUNCTIONS = {
 
 
 def assert_close(got: object, expected: object) -> None:
-    """Not bit for bit: how memory is aligned shows in the last bit of what LAPACK and vector units compute."""
+    """Not bit for bit: the alignment of memory affects the last bit of results of LAPACK and vector units."""
     got_leaves, got_spec = tree_flatten(got)
     leaves, spec = tree_flatten(expected)
     assert got_spec == spec
@@ -324,7 +324,7 @@ def test_gradients(name):
 
 
 def test_temporaries_that_get_an_old_id_are_not_mixed_up():
-    """Within one call, a view that is gone does not lend what was loaded for it to the next one at its address."""
+    """Within one call, the data of a deleted view is not used for the next view at its address."""
     a, b = lazy(TENSORS["a"]).requires_grad_(), lazy(TENSORS["w"]).requires_grad_()
     plain_a, plain_b = copied(TENSORS["a"]).requires_grad_(), copied(TENSORS["w"]).requires_grad_()
     for _ in range(20):
@@ -346,9 +346,7 @@ WITH_OUT = {
 
 @pytest.mark.parametrize("name", WITH_OUT)
 def test_out(name):
-    """`out=` of an ordinary tensor is filled, also by functions that go another way for tensors of a class of its own;
-    `out=` of a lazy one raises.
-    """
+    """`out=` fills an ordinary tensor, even in functions that treat subclasses differently; a lazy one raises."""
     torch.manual_seed(11)
     kind = {"matrix rank": torch.int64, "permutation": torch.int64, "hermitian fft": torch.complex64}
     expected, got = (torch.zeros(0, dtype=kind.get(name, torch.float32)) for _ in range(2))
@@ -424,12 +422,12 @@ def test_empty_views_beyond_the_storage():
 
 
 class Tagged(torch.Tensor):
-    """Somebody else's kind of tensor."""
+    """Tensor subclass of another package."""
 
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_other_kinds_of_tensors_keep_their_say(swap):
-    """What comes of a lazy tensor and one of another class is of that class, with gradients through both."""
+    """The result of a lazy tensor and a tensor of another class has that class, with gradients through both."""
     tagged = copied(TENSORS["a"]).as_subclass(Tagged)
     made = lazy(TENSORS["b"]).requires_grad_()
     product = made * tagged if swap else tagged * made
@@ -470,7 +468,7 @@ USES = [
 @pytest.mark.parametrize("mode", [PassOn, PassOnFunctions, lambda: torch.device("cpu"), lambda: torch.device("meta")])
 @pytest.mark.parametrize("use", USES)
 def test_loads_whatever_mode_torch_is_in(mode, use):
-    """Modes that see every operator, and a default device, change nothing in what is loaded."""
+    """Modes that intercept every operator, and a default device, do not change loaded data."""
     made = lazy(TENSORS["a"])
     with mode():
         got = use(made)
@@ -506,7 +504,7 @@ def test_loads_under_fake_tensors():
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.functionalize, torch.func.vmap])
 def test_loads_inside_of_function_transforms(transform):
-    """A function that is differentiated, mapped or functionalized may load a tensor on its way."""
+    """A function that is differentiated, mapped or functionalized may load a tensor in the middle."""
     made = lazy(TENSORS["v"])
     argument = TENSORS["a"] if transform is torch.func.vmap else copied(TENSORS["v"])
     expected = transform(lambda x: (x.sum() * TENSORS["v"]).sum())(argument)

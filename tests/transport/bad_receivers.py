@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 class SilentReceiver:
-    """A cell that requests, and does not read what it is sent after the handshake."""
+    """A cell that sends requests, and does not read the answers after the handshake."""
 
     def __init__(self, port: int, name: str, receive_buffer: int | None = None) -> None:
         self.name = name

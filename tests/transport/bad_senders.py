@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Senders that break off, stall, cut short and lie, and receivers that say what became of it."""
+"""Senders that disconnect, stall, truncate and send false data, and receivers that report the effect."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def receive(
     hold: str | None = None,
     limits: PayloadLimits | None = None,
 ) -> dict[str, Any]:
-    """Download, and say how that went and what it left behind."""
+    """Download, and return the outcome and the remaining files."""
     from nvflare.apis.signal import Signal
 
     from nvflare_lazy.scratch import JobScratch
@@ -245,7 +245,7 @@ def _held() -> dict[str, int]:
 
     from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 
-    # NVFlare remembers each stream for a minute, with a thread. A leak is what is still there without those.
+    # NVFlare remembers each stream for a minute, with a thread. A leak is an object that remains without those.
     for task in list(RxTask.rx_task_map.values()):
         task._remove_task()
     time.sleep(0.3)
@@ -291,7 +291,7 @@ _Zeros = _zeros()
 
 
 def drop_answers(state: State, every: int) -> None:
-    """Lose every so many answers to requests for segments; none, if that is 0."""
+    """Drop one of every `every` answers to requests for segments; none, if that is 0."""
     from nvflare_lazy.transport.segments.server import SegmentServer
 
     answer = state.kept.setdefault("answer", SegmentServer._answer)

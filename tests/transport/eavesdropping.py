@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys for cells that encrypt, and somebody who listens to what the cells send each other."""
+"""Keys for cells that encrypt, and an eavesdropper on the messages between cells."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def credentials(folder: Path, names: list[str]) -> dict[str, dict[str, str]]:
 
 
 def listen(state: State) -> None:
-    """Note from now on what each frame that arrives here is about, and what is in it."""
+    """Record the topic and the content of each frame that arrives here afterwards."""
     from nvflare.fuel.f3.sfm.conn_manager import ConnManager
 
     heard = state.kept["heard"] = []
@@ -75,7 +75,7 @@ def heard(state: State, secret: bytes) -> dict[str, int]:
 
 
 def secret_model(state: State, secret: bytes) -> None:
-    """Make a model in which a text stands again and again."""
+    """Make a model that contains a text repeatedly."""
     import torch
 
     size = 4 << 20
@@ -94,6 +94,6 @@ def is_secret_model(state: State, secret: bytes) -> bool:
 
 
 def read_one(state: State, secret: bytes) -> bool:
-    """Whether one tensor of a payload of references, read by itself, is what it should be."""
+    """Whether one tensor of a payload of references, read alone, has the expected content."""
     got = bytes(state.payloads[-1]["model"]["layer.1"].materialize().numpy())
     return got.startswith(secret) and len(got) == 4 << 20

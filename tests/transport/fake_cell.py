@@ -19,7 +19,7 @@ SENDER = "site-1"
 
 
 class Sender:
-    """Offers a payload in segments as this package does; a test changes what it likes."""
+    """Offers a payload in segments as this package does; a test can change any answer."""
 
     def __init__(self, encoded: bytes = b"", data: bytes = b"", items: int = 0, nbytes: int | None = None) -> None:
         self.encoded = encoded

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells in processes of their own, which tests tell what to do.
+"""Cells in separate processes, which tests control.
 
 A peer runs functions of this package's test modules: they get its `State` and return something that can be pickled.
 """
@@ -110,7 +110,7 @@ class Peer:
         self._process.join(60)
 
     def stop(self) -> None:
-        """Freeze the process; `resume` lets it go on."""
+        """Freeze the process; `resume` continues it."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -127,7 +127,7 @@ class Net:
     """A server cell and its clients; with credentials by name if messages shall be encrypted.
 
     Without `handoff`, they send each other what processes on different hosts do.
-    A cell named "site_1__job" is connected to "site_1" as well, if that is there. `through` is a port of a proxy in
+    A cell named "site_1__job" also connects to "site_1", if that exists. `through` is a port of a proxy in
     front of the server's `port`, for all others.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What peers do in tests: make payloads, send them, look at what they got, and say how much memory that took."""
+"""Actions of peers in tests: make payloads, send them, check the received ones, and report the memory used."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def send_value(
 
 
 def offload(state: State, on: bool) -> None:
-    """Receive to disk from now on, or to memory."""
+    """Receive to disk afterwards, or to memory."""
     from nvflare_lazy.transport import offload as switch
 
     if on:
@@ -193,12 +193,12 @@ def forget(state: State) -> None:
 
 
 def scratch_files(state: State) -> list[str]:
-    """What is on disk of downloads."""
+    """The files of downloads on disk."""
     return files_under(state.scratch_root)
 
 
 def files_under(root: str) -> list[str]:
-    """All files but those that say whose a directory is, its secrets, and those that are kept to be written over."""
+    """All files except owner records, secrets, and files that are kept for reuse."""
     files = [path for path in Path(root).rglob("*") if path.is_file() and path.suffix != ".lease"]
     files = [path for path in files if path.parent.name != "recycled" and path.parts[-2:] != ("handoff", "probe")]
     return sorted(str(path.relative_to(root)) for path in files)
@@ -256,14 +256,14 @@ def threads_to_wait_for(state: State) -> list[str]:
 
 
 def forward(state: State, target: str, **kwargs: Any) -> str:
-    """Send the last payload on as it came."""
+    """Forward the last payload unchanged."""
     return send_value(state, target, state.payloads[-1]["model"], **kwargs)
 
 
 def forward_mix(state: State, target: str, timeout: float = 60.0) -> str:
     """Send two payloads and tensors of this process in one message."""
     first, second = (payload["model"] for payload in state.payloads[-2:])
-    # References to one payload do not stand together.
+    # References to one payload are not adjacent.
     mixed = dict(list(first.items())[:5]) | tensors("one") | dict(second) | dict(list(first.items())[5:])
     return send_value(state, target, mixed, timeout)
 
@@ -287,7 +287,7 @@ def description(state: State, kind: str) -> dict[str, Any]:
 
 
 def described(state: State) -> dict[str, Any]:
-    """What the references of the last payload know of their tensors."""
+    """Metadata of tensors in the references of the last payload."""
     return {name: (str(ref.dtype), ref.shape) for name, ref in state.payloads[-1]["model"].items()}
 
 
@@ -353,7 +353,7 @@ def offer_tensors(state: State, kind: str) -> str:
 
 
 def download_with_progress(state: State, source: str, ref_id: str) -> dict[str, Any]:
-    """Download tensors; return the last event of their progress, and what was listed as running at the events."""
+    """Download tensors; return the last event of their progress, and the downloads listed as running at the events."""
     from nvflare_lazy.transport import offload, receive
     from nvflare_lazy.transport.running_downloads import RunningDownloads
     from nvflare_lazy.transport.tensor_downloader import download_tensors
@@ -446,7 +446,7 @@ def broadcast_model(state: State, targets: list[str]) -> set[str]:
 
 
 def slow_down(state: State, seconds: float) -> None:
-    """Let each write of what is received take this much longer."""
+    """Delay each write of received data by this time."""
     from nvflare_lazy.transport._received_files import PreallocatedShards
 
     write = state.kept.setdefault("write", PreallocatedShards.write)
@@ -459,7 +459,7 @@ def slow_down(state: State, seconds: float) -> None:
 
 
 def end_downloads_as_nvflare_does(state: State) -> None:
-    """Wait for a download to disk, and end it as the end of NVFlare's swarm workflow does."""
+    """Wait for a download to disk, and end it as NVFlare's swarm workflow does at its end."""
     from nvflare.app_common.utils.tensor_disk_offload_context import _TENSOR_DISK_OFFLOAD_ROOT_DIR
     from nvflare.app_opt.pt import tensor_downloader
 
@@ -516,6 +516,6 @@ def failure(state: State) -> str | None:
 
 
 def send_placeholder(state: State, target: str, content: Any, timeout: float = 30.0) -> str:
-    """Send what is written where a tensor should be."""
+    """Send an invalid object instead of a tensor."""
     fake = {"__fobs_type__": "torch.Tensor", "__fobs_data__": content, "__fobs_dc__": "whatever"}
     return send_value(state, target, {"x": fake}, timeout)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consumers and downloadables by themselves, as a component may use them: the stock calls, and what is on disk."""
+"""Consumers and downloadables alone, as a component may use them: NVFlare's calls, and the files on disk."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def items_of(downloadable):
 
 
 def test_files_are_valid(tmp_path):
-    """Few files, each readable by the safetensors library, whose names and tensors are the ones that came."""
+    """Few files, each readable by the safetensors library, with the received names and tensors."""
     consumer = DiskTensorConsumer(str(tmp_path))
     expected = {f"T{i}": torch.full((i % 3 + 1,), float(i)) for i in range(20_000)}
     result = None
@@ -95,7 +95,7 @@ def test_stock_calls(tmp_path):
 
 
 def test_cleanup_ends_it(tmp_path):
-    """After `cleanup` the directory is gone and stays gone; what comes later is refused."""
+    """After `cleanup` the directory stays removed, and later data is refused."""
     consumer = DiskTensorConsumer(str(tmp_path))
     consumer.consume_items([item(a=torch.ones(3))], None)
     cleanup_active_disk_tensor_downloads("the job is over")
@@ -108,14 +108,14 @@ def test_cleanup_ends_it(tmp_path):
 
 
 def test_cleanup_of_a_root(tmp_path):
-    """Only the downloads below a root are called off, if one is named."""
+    """If a root is given, only the downloads below it are cancelled."""
     mine, other = tmp_path / "mine" / "1", tmp_path / "other"
     mine.mkdir(parents=True)
     other.mkdir()
     consumers = [DiskTensorConsumer(mine), DiskTensorConsumer(other)]
     cleanup_active_disk_tensor_downloads("over", root_dir=tmp_path / "mine")
     assert [mine.exists(), other.exists()] == [False, True]
-    # In the job's scratch, and received while a workflow of NVFlare has a directory of its own.
+    # In the job's scratch, and received while an NVFlare workflow has a separate directory.
     consumers[1].workflow_roots = {"/tmp/nvflare_tensor_offload_job"}
     cleanup_active_disk_tensor_downloads("over", root_dir="/tmp/nvflare_tensor_offload_job")
     assert not other.exists()
@@ -154,7 +154,7 @@ def test_files_are_recycled_once_their_tensors_are_gone(tmp_path, no_gc):
 
 
 def test_callback():
-    """With a callback each tensor is delivered as it comes, and what the callback returns is the result."""
+    """With a callback, each tensor is delivered on arrival, and the return value of the callback is the result."""
     seen = []
     consumer = TensorConsumer(
         lambda tensors, factor: seen.append(tensors) or dict.fromkeys(tensors, factor), {"factor": 2}
@@ -198,7 +198,7 @@ def test_damaged_arrays():
 
 
 def test_items_are_as_nvflare_makes_them():
-    """Without a cell there are no segments: every receiver gets whole items, readable by the libraries."""
+    """Without a cell no segments are sent: every receiver gets whole items, readable by the libraries."""
     tensors = {"a": torch.randn(4, 5).T, "b": torch.tensor(2.5), "c": torch.zeros(0), "d": torch.ones(2).bfloat16()}
     got = {}
     for data in items_of(TensorDownloadable(tensors, 1 << 20)):
@@ -209,7 +209,7 @@ def test_items_are_as_nvflare_makes_them():
 
 
 def test_bases():
-    """Code that knows NVFlare's base classes takes ours for what they are."""
+    """Code that expects NVFlare's base classes accepts ours."""
     made = TensorDownloadable({"a": torch.zeros(3)}, 1000)
     assert isinstance(made, CacheableObject)
     assert (made.size, made.keys, made.get_item_count(), made.get_item_size(0)) == (1, ["a"], 1, 12)
@@ -292,7 +292,7 @@ def test_pulled_from_behind_a_hop():
 
 
 def test_sent_from_where_it_is():
-    """A part that lies in one ordinary tensor is the tensor's own memory: nothing is copied."""
+    """A part of one ordinary tensor is the tensor's own memory: nothing is copied."""
     tensor = torch.zeros(1000)
     part = Payload({"a": tensor}, TORCH).read(100, 400)
     tensor[30] = 1.0

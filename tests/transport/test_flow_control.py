@@ -65,7 +65,7 @@ def test_larger_than_the_budget(throttle):
 
 
 def test_in_the_order_of_asking(throttle):
-    """Whoever has just had a turn stands behind those who waited meanwhile."""
+    """A receiver that has just had a turn is queued behind all others that waited."""
     got = []
     slot = throttle.acquire(32)
 
@@ -78,7 +78,7 @@ def test_in_the_order_of_asking(throttle):
     for place, name in enumerate(("second", "third"), 1):
         threads.append(start(ask, name))
         wait_until(lambda place=place: len(throttle._line) == place)
-    assert throttle.acquire_if_free(0) is None  # nor does anybody slip in
+    assert throttle.acquire_if_free(0) is None  # nor is it overtaken
     threads.append(start(ask, "first, again", slot))
     for thread in threads:
         thread.join(60)
@@ -86,7 +86,7 @@ def test_in_the_order_of_asking(throttle):
 
 
 def test_who_is_slow(throttle, monkeypatch):
-    """A tensor that takes long no longer counts, and whoever it went to does not wait for the next one."""
+    """A tensor that takes long no longer counts, and its receiver does not wait for the next one."""
     monkeypatch.setattr(whole_items, "_SLOW_SECONDS", 0.05)
     slow = throttle.acquire(32)
     quick = throttle.acquire(32, give_up=lambda: False)
@@ -100,7 +100,7 @@ def test_who_is_slow(throttle, monkeypatch):
 
 
 def test_patience(throttle, monkeypatch):
-    """Without a reason to give up, a receiver is answered after a little while whatever is under way."""
+    """Without a reason to give up, a receiver is answered after a little while, however much is in flight."""
     monkeypatch.setattr(whole_items, "_MAX_WAIT_SECONDS", 0.1)
     throttle.acquire(32)
     throttle.acquire(32)
@@ -108,7 +108,7 @@ def test_patience(throttle, monkeypatch):
 
 
 def test_giving_up(throttle):
-    """Who has a reason to give up waits until it holds."""
+    """A receiver that has a reason to give up waits until it holds."""
     throttle.acquire(32)
     given_up = threading.Event()
     thread = start(throttle.acquire, 32, give_up=given_up.is_set)
@@ -144,7 +144,7 @@ def test_work_takes_turns():
 
 
 def test_released_buffers():
-    """Each time a tensor is gone whoever listens is told, with no lock held."""
+    """Each time a tensor is gone, all listeners are notified, with no lock held."""
     runtime, seen = TransferRuntime(), []
     throttle = runtime.throttle
     runtime.on_buffers_released.append(lambda: seen.append(throttle.used))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwarding hops: references go on over any number of them, and no tensor is where it need not be."""
+"""Forwarding hops: references pass any number of them, and only the ends have the tensors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_one_hop(net, backend, origin, end):
 
 
 def test_two_hops(net):
-    """References go on over several hops, and say what they are of all the way."""
+    """References pass several hops, and keep their metadata all the way."""
     send(net, "server", "site_1", pass_through=True)
     forward(net, "site_1", "site_2", pass_through=True)
     assert net["site_2"].call(scenes.described) == net["server"].call(scenes.description, "ten")
@@ -70,7 +70,7 @@ def test_stock_among_them(net, origin, hop, end):
 
 
 def test_several_payloads(net):
-    """A message may mix references to several payloads with tensors of its own."""
+    """A message may mix references to several payloads with its own tensors."""
     send(net, "server", "site_1", kind="ten", pass_through=True)
     send(net, "site_2", "site_1", kind="odd", pass_through=True)
     assert net["site_1"].call(scenes.forward_mix, net["server"].fqcn) == "ok"
@@ -78,7 +78,7 @@ def test_several_payloads(net):
 
 
 def test_several_payloads_to_stock(net):
-    """A stock receiver cannot read such a message, and says so; it gets no wrong tensors."""
+    """A stock receiver cannot read such a message, and raises an error; it gets no wrong tensors."""
     send(net, "server", "site_1", kind="ten", pass_through=True)
     send(net, "site_2", "site_1", kind="odd", pass_through=True)
     assert net["site_1"].call(scenes.forward_mix, net["site_3"].fqcn, 3.0) != "ok"
@@ -101,7 +101,8 @@ def test_read_one(net, origin):
 def test_recognised_by_nvflare(net, backend, to_disk):
     """NVFlare's own code finds our references in a message and replaces them by ordinary values, which it may change.
 
-    Filters in front of external trainers do, so NVFlare requests memory here, also where all else goes to disk.
+    Filters in front of external trainers require memory, so NVFlare requests it here, even where other data goes to
+    disk.
     """
     send(net, "server", "site_1", backend, kind="odd", pass_through=True)
     net["site_1"].call(scenes.offload, to_disk)
@@ -135,7 +136,7 @@ def test_hop_memory(net):
 
 
 def test_lost_result(net):
-    """A result that cannot be received any more reaches the server as tensors that say so; the server lives on."""
+    """An unavailable result reaches the server as tensors that raise an error when read; the server keeps running."""
     trainer = net.add("site_9", True)
     trainer.wait_until_up()
     net["server"].call(scenes.limit_request_time, 2.0)
@@ -171,7 +172,7 @@ RUBBISH = [
 
 @pytest.mark.parametrize("content", RUBBISH, ids=str)
 def test_malformed_placeholders(net, content):
-    """Rubbish where a tensor should be does not end a server that decodes it: it is a tensor that says so."""
+    """Invalid data instead of a tensor does not end a server that decodes it: reading that tensor raises an error."""
     send(net, "site_2", "server", kind="one")
     assert net["site_2"].call(scenes.send_placeholder, "server", content) == "ok"
     assert net["server"].call(scenes.failure) is not None

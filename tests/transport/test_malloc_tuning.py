@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free memory is returned if there is too much of it, and memory in use is not."""
+"""Free memory is returned if it exceeds the limit, and memory in use is not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 class Process:
-    """A process whose malloc keeps free memory: all of its size beyond what is used and what others allocate."""
+    """A process whose malloc keeps free memory: its size minus memory in use and memory of other allocators."""
 
     def __init__(self):
         self.used, self.outside, self.size = 60 * MIB, 40 * MIB, 100 * MIB

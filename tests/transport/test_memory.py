@@ -54,7 +54,7 @@ def test_slow_disk(net):
 
 
 def test_nothing_to_wait_for(net):
-    """Who has sent has no thread left that a process would have to wait for at its end."""
+    """A sender has no thread left that a process would have to wait for at its end."""
     assert net["server"].call(scenes.threads_to_wait_for) == []
 
 
@@ -97,7 +97,7 @@ def test_broadcast_with_a_slow_receiver(net):
 
 
 def test_bytes_under_way(net):
-    """However many senders there are, what is under way to a receiver stays within its one budget."""
+    """However many senders send, the data in flight to a receiver stays within its one budget."""
     net["site_1"].call(scenes.limit_under_way, 4 * MIB)
     for name in ("server", "site_2", "site_3"):
         net[name].call(scenes.make_model, 64, 4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every mix of stock and plugin peers, of tensors and arrays, of memory and disk: what arrives is what was sent."""
+"""Every mix of stock and plugin peers, of tensors and arrays, of memory and disk: payloads arrive unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def backend(request):
 
 
 def exchange(net, sender, receiver, backend, kind, lazy=False):
-    """Send a payload and return what is wrong with what arrived."""
+    """Send a payload and return the differences on arrival."""
     code = net[sender].call(scenes.send, net[receiver].fqcn, backend, kind)
     assert code == "ok"
     wrong = net[receiver].call(scenes.compare, backend, kind, lazy)
@@ -48,7 +48,7 @@ def test_to_plugin(net, sender, backend, kind, to_disk):
 
 @pytest.mark.parametrize("to_disk", [False, True], ids=["to memory", "to disk"])
 def test_rare_types(net, to_disk):
-    """Between two peers with the plugin also types travel that NVFlare, or the file format, knows nothing of."""
+    """Two peers with the plugin also exchange types that NVFlare, or the file format, does not support."""
     net["server"].call(scenes.offload, to_disk)
     assert exchange(net, "site_1", "server", "torch", "rare", lazy=to_disk) == []
     assert len(scenes.tensors("rare")) >= 2  # the newest of them are not in every release of torch
@@ -63,7 +63,7 @@ def test_to_stock(net, backend, kind):
 def test_progress(net, sender):
     """The last event has the totals of the whole payload: in segments, and as whole tensors with their headers.
 
-    The list of running downloads has what was received so far, and the total as far as the sender states it.
+    The list of running downloads has the received bytes so far, and the total if the sender states it.
     """
     tensors = scenes.tensors("ten")
     reference = net[sender].call(scenes.offer_tensors, "ten")

@@ -32,7 +32,7 @@ TRANSPORT = Path(_nvflare_private.__file__).parent
 
 
 def test_wire_words():
-    """The words of NVFlare's protocol that peers without this package understand."""
+    """The protocol words that peers without this package understand."""
     words = {
         name: getattr(_nvflare_private, name)
         for name in ("REF_ID", "STATE", "DATA", "STATUS", "START", "COUNT", "DATUM_REF_ID", "DATUM_FQCN")
@@ -94,12 +94,12 @@ def test_registry():
     ],
 )
 def test_signatures(owner, name, parameters):
-    """Methods that are called, or take the place of NVFlare's own."""
+    """Methods that this package calls, or that replace NVFlare's own."""
     assert list(inspect.signature(getattr(owner, name)).parameters) == parameters
 
 
 def test_connections():
-    """Where a cell's connections are, and what the drivers call their sockets, queues and event loops."""
+    """Attributes for a cell's connections, and the names of sockets, queues and event loops in the drivers."""
     sources = {
         communicator.Communicator: "self.conn_manager = ",
         core_cell.CoreCell: "self.communicator = ",
@@ -125,7 +125,7 @@ def test_names_of_the_service():
 
 
 def test_results_of_trainers():
-    """They are decoded on routes of their own, before NVFlare waits for the downloads of references in them.
+    """They are decoded on separate routes, before NVFlare waits for the downloads of references in them.
 
     A receiver's confirmation is counted before NVFlare looks whether all have the payload.
     """
@@ -141,7 +141,7 @@ def test_results_of_trainers():
 
 
 def test_signals():
-    """A signal knows what it was triggered with, and whom it follows."""
+    """A signal has its trigger value, and the signal that it follows."""
     parent = Signal()
     child = Signal(parent=Signal(parent=parent))
     parent.trigger("over")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The object that a process's transfers share: its mode, its default scratch, and what a forked child gets of it."""
+"""The object that a process's transfers share: its mode, its default scratch, and its state in a forked child."""
 
 from __future__ import annotations
 

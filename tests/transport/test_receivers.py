@@ -94,7 +94,7 @@ def watch(net, *names):
 
 @pytest.mark.parametrize("scheme", ["http", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tcp", "grpc"))])
 def test_behind_another_process(tmp_path, scheme):
-    """A receiver that stops reading holds little of a process between it and the sender; others go on through that."""
+    """A receiver that stops reading holds little memory of a process between it and the sender, which serves others."""
     with Net(str(tmp_path / "scratch"), scheme=scheme, server=True, site_1=True, site_2=True, site_3=True) as net:
 
         def honest(name):

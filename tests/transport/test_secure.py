@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages that are encrypted end to end: their tensors are, too, and nobody on the line can read them."""
+"""Messages that are encrypted end to end: their tensors are also encrypted, and an eavesdropper cannot read them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_read_at_a_hop(net, secure):
 
 
 def test_no_keys(net):
-    """Who has no keys cannot be sent a secure message, and gets none of it in the clear either."""
+    """A receiver without keys cannot be sent a secure message, and gets no part of it in the clear either."""
     net.credentials["site_9"] = {}
     bare = net.add("site_9", True)
     try:

@@ -31,7 +31,7 @@ NEEDING_NVFLARE = [
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_versions_are_judged_as_packaging_does(version):
-    """Candidates of a later patch release are supported, and those of 2.9.0 and 2.10.0 are not."""
+    """Candidates of a later patch release are supported; candidates of 2.9.0 and 2.10.0 are not."""
     assert is_supported(version) == SpecifierSet(SUPPORTED).contains(version, prereleases=True)
 
 

@@ -71,7 +71,7 @@ class Cell:
 
 
 def download(runtime):
-    """Send and receive as NVFlare's loop does; return the receiver, and the state that the sender began with."""
+    """Send and receive as NVFlare's loop does; return the receiver, and the sender's initial state."""
     cell = Cell()
     sender = PayloadDownloadable(VALUES, 1 << 20, TORCH, cell, runtime)
     sender.set_transaction("tx", "ref")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands for the bitsandbytes library, which NVFlare's quantizers import although their float16 does not need it."""
+"""Replacement for the bitsandbytes library, which NVFlare's quantizers import but do not need for float16."""

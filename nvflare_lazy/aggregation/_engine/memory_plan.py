@@ -88,7 +88,7 @@ class Arena:
         self._memory = _new_memory(nbytes)
         self._bytes = storage_bytes(self._memory)
         self._top = 0
-        # Every tile takes the same few tensors, and creating one costs as much as adding 10,000 numbers.
+        # Every tile takes the same few tensors, and creating one costs the same time as adding 10,000 numbers.
         self._views: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}
 
     def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -121,7 +121,7 @@ class Arena:
 def _new_memory(nbytes: int) -> torch.Tensor:
     """Return memory that starts at a huge page and consists of them, except for its end.
 
-    Every tile passes through all of it. With small pages, the processor looks up more addresses, and a mean in float32
+    Every tile uses the complete space. With small pages, the processor looks up more addresses, and a mean in float32
     took 3 % more processor time.
     """
     pages = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

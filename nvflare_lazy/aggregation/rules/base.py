@@ -30,7 +30,7 @@ class RoundContext:
     Attributes:
         names: The contributors, in order.
         weights: Their weights, as passed by the caller.
-        params_type: "FULL" if the updates are whole models, "DIFF" if they are differences from the global model.
+        params_type: "FULL" if the updates are full models, "DIFF" if they are differences from the global model.
         has_reference: Whether the caller passed the global model.
         decisions: The values that the rule has added to the report so far.
     """
@@ -54,7 +54,7 @@ class RoundContext:
         self._compute = compute
 
     def compute_statistic(self, statistic: Statistic) -> Any:
-        """Read all updates once and return the result of the statistic."""
+        """Read all updates one time and return the result of the statistic."""
         if not self._rule.requires_all_tensors:
             raise TypeError(
                 f"{type(self._rule).__name__} computes statistics, so it must set requires_all_tensors = True"

@@ -84,8 +84,8 @@ class _MiddleMean(Reduction):
 def _halve_sum(low: torch.Tensor, high: torch.Tensor, out: torch.Tensor) -> bool:
     """Write the mean of two float32 values without float64; return False if the result is not finite everywhere.
 
-    The bits are those of the mean in float64: a sum of two float32 numbers in float64 rounds to the same float32 number
-    as the exact sum. Halving rounds only numbers so small that their sum was exact. A median of 16 took 6 % less time.
+    The bits equal the mean in float64: a sum of two float32 numbers in float64 rounds to the same float32 number as the
+    exact sum. Halving rounds only numbers so small that their sum was exact. A median of 16 took 6 % less time.
     """
     if out.dtype != torch.float32:
         return False

@@ -245,7 +245,7 @@ class ConfigText:
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def _written(self, node: _Node, new: Any, *, inline: bool = False) -> str:
-        """Return the text of a value with new data, as much as possible unchanged."""
+        """Return the text of a value with new data, and keep as much of the old text as possible."""
         if node.data == new and type(node.data) is type(new):
             return self._text[node.start : node.end]
         if isinstance(node, _Container) and isinstance(new, dict if node.is_object else list):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m nvflare_lazy.flare.install SCRIPT ARGUMENTS`: runs a training script after `install()`.
 
-For a job whose trainers are processes of their own, and whose script does not call `install()` itself; also
-`-m MODULE ARGUMENTS`, as for Python. Launchers that take a module, such as torchrun, take this one.
+For a job whose trainers are separate processes, and whose script does not call `install()` itself; also `-m MODULE
+ARGUMENTS`, as for Python. Launchers that take a module, such as torchrun, take this one.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """`model_names()`: the names that a model has for the tensors of its directory, in memory and thus at the clients.
 
 These are tied tensors, of which a directory stores one, and tensors that transformers renames when it loads them. If
-transformers is installed, it is asked, in a separate process, except for frequent decoders.
+transformers is installed, it determines the names, in a separate process, except for frequent decoders.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ _INT4, _FLOAT8 = struct.Struct("<i"), struct.Struct(">d")
 class PickleMachine(ABC):
     """The stack, the memo and the opcodes of a pickle.
 
-    An object is only looked at by its type before it is known what it is: a few bytes can describe a tuple whose hash
-    or text has no end.
+    An object of unknown type is only checked by its type: a few bytes can describe a tuple whose hash or text has no
+    end.
 
     Args:
         stream: The stream at the beginning of the pickle; after `run()`, at its end.
@@ -184,7 +184,7 @@ class PickleMachine(ABC):
 
     def _sized(self, count: int) -> bytes:
         data = self._stream.read(count)
-        # Text takes up to 4 bytes for each of its own.
+        # Text takes up to 4 bytes for each byte in the pickle.
         self._stream.spend(4 * count)
         return data
 
@@ -192,7 +192,7 @@ class PickleMachine(ABC):
         self._push(str(self._sized(count), "utf-8", "surrogatepass"))
 
     def _string(self, count: int) -> None:
-        """Push a string of Python 2, which wrote names and raw data alike; what is not text can only be raw data."""
+        """Push a string of Python 2, which wrote names and raw data alike; a string that is not text is raw data."""
         data = self._sized(count)
         try:
             self._push(data.decode())

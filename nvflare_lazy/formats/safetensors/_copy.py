@@ -36,7 +36,7 @@ def copy_into(
 ) -> None:
     """Copy all of a source to a file, starting at `offset`, in the kernel or through the buffer `tile`.
 
-    `written` is called with the begin and the end, in the source, of each copied range.
+    `written` receives the begin and the end, in the source, of each copied range.
     """
     done = _copied_by_server(file, offset, source, written)
     while done < source.nbytes:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The position of each tensor in a safetensors file, computed from its metadata before any data is written.
 
-The streaming writer uses it. The order is that of the safetensors library: the widest types first, so that each tensor
-is aligned to its own elements, and by name within a type. The same tensors therefore give the same file, in any order
-of arrival.
+The streaming writer uses it. The order is the safetensors library's: the widest types first, so that each tensor is
+aligned to its own elements, and by name within a type. The same tensors therefore give the same file, in any order of
+arrival.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TensorMeta(NamedTuple):
 StateDictMeta = list[TensorMeta]
 #: What functions accept for one of them: a plain tuple, with the type in any spelling.
 StateDictMetaItem = TensorMeta | tuple[str, str | torch.dtype, Sequence[int]]
-#: What a header calls each of torch's types.
+#: Names of the types in a header.
 DTYPE_TO_SAFETENSORS: dict[torch.dtype, str] = {
     row.torch: row.name for row in dtypes.ELEMENT_TYPES if row.torch is not None and row.name is not None
 }

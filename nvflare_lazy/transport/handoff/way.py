@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Handoff`, a transfer method: offers a payload as files on this host, and takes the files of such a payload."""
+"""`Handoff`, a way of transport: offers a payload as files on this host, and takes the files of such a payload."""
 
 from __future__ import annotations
 

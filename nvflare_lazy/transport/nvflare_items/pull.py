@@ -93,7 +93,7 @@ class Prefetch:
         self._throttle.release(self._here)
 
     def take(self, state: dict[str, Any]) -> tuple[dict[str, Any], list[Any]] | None:
-        """Wait for the answer, asking first if there was no room before; None if it is anything but items."""
+        """Wait for the answer, after sending the request if it was not sent ahead; None if the answer has no items."""
         if self._ahead is None:
             abort = self._remote.abort
             self._here = self._throttle.acquire(self._size, after=self._here, give_up=lambda: abort.triggered)

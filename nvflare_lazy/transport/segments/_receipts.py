@@ -3,7 +3,7 @@
 
 When messages pass through another process, only that process sees that a receiver does not read, and queues what the
 sender gives it. Each data message therefore carries a random number, its receipt, and the receiver returns the receipts
-of what it has read with its next request. A receiver that proves nothing is sent one window, and then very little.
+of read messages with its next request. A receiver that proves nothing is sent one window, and then very little.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Site:
 
 
 class UnprovenData:
-    """The data messages of this process whose receipts have not come back. The cells of a site count together."""
+    """The data messages of this process that wait for their receipts. The cells of a site count together."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class UnprovenData:
             return site is None or self._fits(site, transfer, nbytes)
 
     def add(self, receiver: str, transfer: str, nbytes: int) -> bytes | None:
-        """Count a message that is to be sent; return its receipt, or None if it may not be sent."""
+        """Count a message before it is sent; return its receipt, or None if it may not be sent."""
         name = _site_of(receiver)
         with self._lock:
             site = self._sites.get(name)
@@ -129,7 +129,7 @@ class UnprovenData:
 
 
 class ReceiptsToReturn:
-    """Receipts of what this process has read, for its next requests; kept only for senders that it has asked."""
+    """Receipts of read messages, for the next requests of this process; kept only for senders that it has asked."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -52,7 +52,7 @@ class Window:
             return
         since, arrived = asked
         seconds = max(self._clock() - since, 1e-6)
-        # The shortest one: later segments also wait for those that were requested before them.
+        # The shortest one: later segments also wait for earlier ones.
         self._latency = min(self._latency, seconds)
         on_the_line = (self._arrived - arrived) / seconds * self._latency
         size = max(int(_GAIN * on_the_line), self.nbytes - self.nbytes // _SHRINK)

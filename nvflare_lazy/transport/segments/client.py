@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The receiver's side of segments: keeps several requests in flight and writes each segment on arrival.
 
-Pieces are handed on by the threads that NVFlare delivers them with; nothing is queued in between, and nothing that was
-not asked for is taken. A piece that gets lost is asked for again.
+The threads in which NVFlare delivers pieces write them, without a queue. A piece that was not requested is ignored. A
+lost piece is requested again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.transport.receive import RemotePayload
 
-# Bytes one download may have in flight on a short line, those that are being written included, as long as the budget of
-# the process has room for them.
+# Bytes one download may have in flight on a short line, including bytes that are being written, within the budget of
+# the process.
 WINDOW_BYTES = 8 << 20
 # How often each of them is in memory here: in the frame that NVFlare read, and in the message that it cut out of it.
 _COPIES = 2
@@ -41,8 +41,8 @@ _FIRST_BYTES = 16 << 10
 # After this time without news, bytes in flight no longer count in the budget: a sender that stalls would take it
 # from the others.
 _STALL_SECONDS = 3.0
-# After this time it is asked for again, and then less and less often: on a slow line it is still coming, and asking
-# would only make the line slower.
+# After this time it is requested again, and then less and less often: on a slow line it is still in flight, and a
+# request would only make the line slower.
 _RETRY_SECONDS = 30.0
 _MAX_RETRY_SECONDS = 120.0
 # A sender to which requests cannot even be sent is given up sooner than a silent one. NVFlare restores a lost
@@ -59,7 +59,7 @@ _PROGRESS_SECONDS = 30.0
 
 
 class Inbox:
-    """The downloads of this process by number, for incoming data; and the receipts of all data, also of late ones."""
+    """The downloads of this process by number, for incoming data; and the receipts of all data, late data included."""
 
     def __init__(self) -> None:
         self.receipts = ReceiptsToReturn()
@@ -156,7 +156,7 @@ class SegmentDownload:
         self._writing = 0  # bytes, like all of these
         self._held = 0  # of the budget
         self._in_flight: dict[int, int] = {}
-        self._uncounted: set[int] = set()  # of these, those that no longer count in the budget
+        self._uncounted: set[int] = set()  # of these, the segments that no longer count in the budget
         self._lost: deque[int] = deque()
         self._failure: BaseException | None = None
         self._closed = False
@@ -191,7 +191,7 @@ class SegmentDownload:
     def _check(self) -> None:
         remote = self.remote
         if self._failure is not None:
-            # From one of NVFlare's threads; raised here with its original trace.
+            # From an NVFlare thread; raised here with its original trace.
             raise self._failure
         remote.raise_if_aborted()
         now = self._clock.tick()

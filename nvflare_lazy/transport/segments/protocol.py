@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The messages between two processes with this package: the offer, requests for ranges of bytes, and data.
 
-The offer is part of the state of NVFlare's own download protocol; a receiver without this package echoes it unread.
-Requests and data are messages of their own on NVFlare's download channel, so that whatever guards a site puts on that
-channel hold for them, too.
+The offer is part of the state in NVFlare's own download protocol; a receiver without this package echoes it unread.
+Requests and data are separate messages on NVFlare's download channel, so that all guards of a site on that channel also
+apply to them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SEGMENT_BYTES = 2 << 20
 # What a sender answers at most, whatever a later release asks for: NVFlare's http driver closes the connection on a
 # message of 4 MiB, headers included.
 MAX_REQUEST_BYTES = (4 << 20) - (64 << 10)
-# A manifest that is no larger is part of the offer: it needs no request of its own, which takes a round trip.
+# A manifest up to this size is part of the offer, which saves the round trip of a separate request.
 MAX_OFFERED_MANIFEST_BYTES = 16 << 10
 _MAX_TEXT = 200
 _MAX_ITEM_TEXT = 4096
@@ -66,7 +66,7 @@ class Offer:
 
     @classmethod
     def from_state(cls, state: object) -> Offer | None:
-        """Read an offer; None if there is none that this release understands."""
+        """Read an offer, or return None without an offer that this release supports."""
         if not isinstance(state, dict):
             return None
         version = state.get("v")
@@ -84,8 +84,8 @@ class Offer:
 class Request:
     """Ask for a range of bytes of the manifest, of the run of all bytes, or of one item.
 
-    `transfer` is the receiver's own number for the transfer; the bytes carry it as well. `receipts` are those of what
-    the receiver has read since its last request.
+    `transfer` is the receiver's own number for the transfer; the bytes also carry it. `receipts` are the receipts of
+    the messages that the receiver has read since its last request.
     """
 
     transfer: str
@@ -126,7 +126,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Data:
-    """Requested bytes, or why there are none; and the receipt that the receiver returns."""
+    """Requested bytes, or the reason for their absence; and the receipt that the receiver returns."""
 
     transfer: str
     start: int
@@ -141,7 +141,7 @@ class Data:
 
     @classmethod
     def from_message(cls, message: Message) -> Data | None:
-        """Read the fields of data; None if they are none."""
+        """Read the fields of data, or return None if the message has no valid ones."""
         fields = message.get_header(KEY)
         if not isinstance(fields, dict):
             return None
@@ -160,7 +160,7 @@ def receipts_to_fields(receipts: tuple[bytes, ...]) -> dict[str, Any]:
 
 
 def receipts_from_fields(fields: object) -> tuple[bytes, ...]:
-    """Read the receipts that a receiver returns; what is none is left out."""
+    """Read the receipts that a receiver returns; invalid ones are ignored."""
     receipts = fields.get("got") if isinstance(fields, dict) else None
     return tuple(filter(_is_receipt, receipts[:_MAX_RECEIPTS])) if isinstance(receipts, list) else ()
 

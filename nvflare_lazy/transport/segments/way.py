@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Segments`, a transfer method: offers a payload as ranges of bytes, and receives such a payload."""
+"""`Segments`, a way of transport: offers a payload as ranges of bytes, and receives such a payload."""
 
 from __future__ import annotations
 

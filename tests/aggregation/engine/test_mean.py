@@ -202,7 +202,7 @@ def test_rounding_once(dtype):
 
 @pytest.mark.parametrize("count", [256, 1000, 70_000])
 def test_minus_zeros_hide_nothing(count):
-    """Minus zero has the bits that are looked for; what has to be mended among a tile full of them still is."""
+    """Minus zero has the bits that the search looks for; elements that need a correction are still found among them."""
     values = torch.full((count,), -0.0, dtype=torch.float64)
     above_halfway = math.nextafter(1 + 2**-8, math.inf)
     values[0], values[count // 2], values[-1] = above_halfway, -above_halfway, above_halfway

@@ -24,7 +24,7 @@ class TestMemoryPlan:
         st.integers(0, 1 << 20),
     )
     def test_never_more_than_the_budget(self, budget, per_element, threads, tile, fixed):
-        """All arenas together fit, tiles are whole blocks, and as many threads work as can."""
+        """All arenas together stay within the budget, tiles have complete blocks, and threads are used if possible."""
         try:
             plan = plan_memory(budget, per_element, threads=threads, tile=tile, fixed=fixed)
         except MemoryBudgetError:
@@ -37,7 +37,7 @@ class TestMemoryPlan:
         assert plan.tile <= max(tile or 1 << 62, BLOCK)
 
     def test_a_short_vector_takes_little(self):
-        """A tile is not longer than what there is to reduce."""
+        """A tile is not longer than the tensors that are reduced."""
         assert plan_memory(64 << 20, 48, longest=BLOCK + 1).tile == 2 * BLOCK
 
     def test_fewer_threads_rather_than_tiny_tiles(self):
@@ -47,10 +47,10 @@ class TestMemoryPlan:
 
 
 class TestArena:
-    """Memory is taken once and used again."""
+    """Memory is allocated once and reused."""
 
     def test_takes_and_gives_back(self):
-        """What is given back is taken again; what is not is never shared."""
+        """Released memory is used again; memory in use is never shared."""
         arena = Arena(4096)
         first, buffer = arena.take_buffer(torch.float32, 100)
         mark = arena.mark()
@@ -68,6 +68,6 @@ class TestArena:
         assert arena.take(torch.uint8, (4 << 20) - 64).fill_(1).sum() == (4 << 20) - 64
 
     def test_more_than_announced(self):
-        """A rule that takes more than it said is a mistake in the rule."""
+        """A rule that takes more than it declared has a bug."""
         with pytest.raises(AssertionError, match="more is taken for a tile than was announced"):
             Arena(64).take(torch.float32, 100)

@@ -38,7 +38,7 @@ class TestVectors:
         assert np.array_equal(out, whole[start : start + count].numpy())
 
     def test_neighbours_in_a_file_are_one_request(self, tmp_path):
-        """And a file that was cut short is complained about as ever, by borrowed descriptors as well."""
+        """A truncated file raises the usual error, even through borrowed descriptors."""
         path = tmp_path / "numbers"
         np.arange(300, dtype=np.int32).tofile(path)
         file = open_source(path)

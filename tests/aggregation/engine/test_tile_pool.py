@@ -19,7 +19,7 @@ class TestWorkers:
     PLAN = MemoryPlan(threads=4, tile=BLOCK, arena=4096)
 
     def test_results_come_in_order(self):
-        """Whoever is first with them."""
+        """Any thread takes the next one."""
         collected = []
         gate = threading.Event()
 

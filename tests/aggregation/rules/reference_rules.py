@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules once more, from their papers, in plain float64 NumPy over whole models: slow, short and independent.
+"""Second implementation of the rules, from their papers, in float64 NumPy over whole models: slow, independent.
 
 Updates are matrices, a row for each contributor and a column for each element.
 """

@@ -87,7 +87,7 @@ def test_krum(out, contributions, byzantine):
 
 @given(rounds(least=3), st.integers(0, 3), st.none() | st.integers(1, 9))
 def test_multi_krum(out, contributions, byzantine, keep):
-    """The mean of the winners by definition; as many as are safe, unless told otherwise."""
+    """The mean of the winners by definition; by default the largest safe number of winners."""
     byzantine = min(byzantine, (len(contributions) - 3) // 2)
     safe = len(contributions) - byzantine - 2
     keep = None if keep is None else min(keep, safe)
@@ -211,7 +211,7 @@ class TestUsersRuleOfWholeUpdatesHolds(RuleContract):
 )
 @pytest.mark.parametrize("lie", [1e6, float("inf"), float("nan")])
 def test_liars_do_not_get_through(out, rule, liars, lie):
-    """With as many liars as it promises to stand, the result stays close to the honest mean."""
+    """With as many malicious clients as the rule tolerates, the result stays close to the honest mean."""
     random = np.random.default_rng(0)
     contributions = {f"site-{i}": {"w": torch.tensor(random.normal(1, 0.1, 500))} for i in range(9)}
     for name in list(contributions)[:liars]:
@@ -256,19 +256,19 @@ def test_a_configuration_may_say_byzantine():
     ],
 )
 def test_wrong_parameters(wrong, message):
-    """A mistake in a configuration is found when it is read."""
+    """An invalid configuration raises an error when it is read."""
     with pytest.raises(ValueError, match=message):
         to_rule(wrong)
 
 
 def test_clipping_whole_models_needs_the_global_model(out):
-    """Without it there are no differences to clip."""
+    """Without a reference model the rule has no differences to clip."""
     with pytest.raises(MissingReferenceError, match="pass the global model as reference"):
         run(ClippedMean(1.0), random_round(3, [((4,), torch.float32)], 0), out)
 
 
 def test_gathering_needs_whole_updates(out):
-    """A rule that forgets to say so is told."""
+    """A rule that omits the declaration raises an error."""
 
     class Forgetful(WithoutTheFarthest):
         requires_all_tensors = False
@@ -278,7 +278,7 @@ def test_gathering_needs_whole_updates(out):
 
 
 def test_combine_must_return_a_number_for_each_element(out):
-    """A rule that returns something else is told what is expected."""
+    """The error for a rule that returns another type names the expected one."""
 
     class Wrong(CoordinateRule):
         def combine(self, values, weights):
@@ -311,7 +311,7 @@ class TestNoise:
         assert abs(np.mean(noise > stated) - 0.1587) < 0.005
 
     def test_is_seeded_from_the_system_unless_told(self, out):
-        """Two runs differ; two runs with a seed do not, and the result never says which seed it was."""
+        """Two runs differ; two runs with a seed do not, and the result never contains the seed."""
         some = self.contributions(2000)
         assert not np.array_equal(self.difference(out, some)[0], self.difference(out, some)[0])
         first, result = self.difference(out, some, seed=123456789)

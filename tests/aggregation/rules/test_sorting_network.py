@@ -24,7 +24,7 @@ def test_networks_sort(wires):
         for low, high, needs_low, needs_high in sorting_network(wires, first, last):
             smaller = np.minimum(values[:, low], values[:, high])
             larger = np.maximum(values[:, low], values[:, high])
-            # What is not needed is not computed: it must not matter what is there.
+            # Unneeded outputs are not computed: their contents must not matter.
             values[:, low] = smaller if needs_low else -1
             values[:, high] = larger if needs_high else -1
         assert np.array_equal(values[:, first : last + 1], expected[:, first : last + 1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of a configuration keeps its comments and format, and means what was written into it."""
+"""The text of a configuration keeps its comments and format, and has the meaning that was written to it."""
 
 from __future__ import annotations
 

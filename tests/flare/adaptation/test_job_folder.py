@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of NVFlare's recipes and of users become lazy, with their arguments, or the reason why not is given."""
+"""Jobs from NVFlare's recipes and from users become lazy, with their arguments, or get an error with the reason."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_scaffold_and_cyclic(lazy, arguments):
 
 
 def test_a_training_script_in_its_own_process(tmp_path, arguments):
-    """Only the script itself can receive on disk there: a note says how."""
+    """Only the script itself can receive on disk there: a note has instructions."""
     recipe = StockFedAvg(launch_external_process=True, **arguments)
     recipe.export(str(tmp_path / "jobs"))
     folder = tmp_path / "jobs" / "fedavg"
@@ -240,7 +240,7 @@ def test_swarm(lazy, arguments, level):
 
 
 def test_make_lazy(tmp_path, arguments):
-    """A recipe gives what the adapted folder has, also with what is added to the recipe later."""
+    """A recipe makes the same job as an adapted folder, including later additions to the recipe."""
     recipe = StockFedAvg(**arguments)
     make_lazy(recipe, scratch_dir="/data/scratch", checkpoint_dir="/data/checkpoints", keep_rounds=3)
     add_cross_site_evaluation(recipe)

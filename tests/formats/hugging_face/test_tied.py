@@ -26,7 +26,7 @@ def entries(tmp_path, *names: str, **tensors: torch.Tensor):
         ({**QWEN, "tie_word_embeddings": None}, [WORDS], {HEAD: WORDS}),
         ({**QWEN, "tie_word_embeddings": False}, [WORDS], {}),
         ({**QWEN, "text_config": {"tie_word_embeddings": False}}, [WORDS], {}),
-        # Both are stored, with values of their own.
+        # Both are stored, with separate values.
         (QWEN, [WORDS, HEAD], {}),
         ({**QWEN, "architectures": ["Qwen2ForSequenceClassification"]}, [WORDS], {}),
         ({**QWEN, "vocab_size": 7}, [WORDS], {}),

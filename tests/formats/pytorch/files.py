@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes PyTorch checkpoints of every kind and age, forged ones included, and compares what was read from them."""
+"""Make PyTorch checkpoints of every kind and age, forged ones included, and compare the tensors read from them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from nvflare_lazy.tensors.tensor_memory import storage_bytes
 FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]
 SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
-# Saved with a storage class of their own, as every version of torch did.
+# Saved with a separate storage class, as every version of torch did.
 CLASSIC = [torch.bool, torch.uint8, *SIGNED, *FLOATING, *COMPLEX]
-# Saved as untyped storages with the dtype beside them. Torch itself cannot read them back from a legacy file.
+# Saved as untyped storages, each with a dtype. Torch itself cannot read them back from a legacy file.
 RECENT = [
     torch.uint16,
     torch.uint32,
@@ -131,7 +131,7 @@ def records_of(path: Path) -> dict[str, bytes]:
 
 
 def write_records(path: Path, records: dict[str, bytes]) -> None:
-    """Write an archive with torch's own writer, which adds the version by itself."""
+    """Write an archive with torch's own writer, which adds the version automatically."""
     writer = torch._C.PyTorchFileWriter(str(path))
     for name, data in records.items():
         if name not in ("version", ".data/serialization_id"):
@@ -140,7 +140,7 @@ def write_records(path: Path, records: dict[str, bytes]) -> None:
 
 
 def save_big_endian(content: dict[str, torch.Tensor], path: Path, width: int) -> None:
-    """What a big-endian machine saves: every number of `width` bytes turned around, and a record that says so."""
+    """Byte order of a big-endian machine: every number of `width` bytes is reversed, and a record names the order."""
     save_zip(content, path)
     records = records_of(path)
     for name, data in records.items():
@@ -177,7 +177,7 @@ class Tar:
             for name, data in members.items():
                 info = tarfile.TarInfo(name)
                 info.size = len(data)
-                info.mtime = 1484000000.25  # the time of a real file has a fraction, and so a header of its own
+                info.mtime = 1484000000.25  # the time of a real file has a fraction, and so its own header
                 tar.addfile(info, io.BytesIO(data))
 
     def _pickle(self, content: object) -> bytes:
@@ -226,14 +226,14 @@ def save_tar(content: object, path: Path) -> None:
 
 
 class StorageId:
-    """Stands for a storage in a pickle that is written by hand."""
+    """Placeholder for a storage in a pickle that is written by hand."""
 
     def __init__(self, *persistent_id: object) -> None:
         self.persistent_id = persistent_id
 
 
 class Named:
-    """Stands for a global in a pickle that is written by hand; called, it stands for the call."""
+    """Placeholder for a global in a pickle that is written by hand; calling it makes a placeholder for the call."""
 
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is opened lazily is what `torch.load` gives, bit for bit: every dtype in every layout in every kind of file."""
+"""Lazily opened tensors equal those of `torch.load` bit for bit, for every dtype, layout and kind of file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nvflare_lazy.formats.pytorch import open_pytorch
 from nvflare_lazy.tensors.tensor_file import FileSource
 from tests.formats.pytorch import files
 
-# Torch says so at the first complex32 tensor, whoever makes it.
+# Torch warns at the first complex32 tensor, in any program.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 ZIP_KINDS = {f"zip, protocol {protocol}": protocol for protocol in range(1, 6)}
@@ -35,7 +35,7 @@ def test_zip(tmp_path, dtype, kind):
 
 @pytest.mark.parametrize("dtype", files.CLASSIC + files.RECENT, ids=str)
 def test_zip_without_checksums(tmp_path, dtype):
-    """Torch can leave out the checksums, and Python's zipfile cannot read that."""
+    """Torch can omit the checksums, and Python's zipfile cannot read such a file."""
     with files.without_checksums():
         files.save_zip(files.layouts(dtype), tmp_path / "model.pt")
         files.assert_same(open_pytorch(tmp_path / "model.pt"), load(tmp_path / "model.pt"))
@@ -51,7 +51,7 @@ def test_legacy(tmp_path, dtype, kind):
 
 @pytest.mark.parametrize("dtype", files.RECENT, ids=str)
 def test_legacy_files_that_torch_writes_and_cannot_read(tmp_path, dtype):
-    """Torch fails on the untyped storages of its own legacy files; here they are what was saved."""
+    """Torch fails on the untyped storages in its legacy files; here they have the saved bytes."""
     content = files.layouts(dtype)
     files.save_legacy(content, tmp_path / "model.pt")
     with pytest.raises(AttributeError, match="dtype"):
@@ -69,7 +69,7 @@ def test_tar(tmp_path, dtype):
 
 @pytest.mark.parametrize("dtype", files.CLASSIC, ids=str)
 def test_big_endian(tmp_path, dtype):
-    """Numbers of a big-endian machine are turned around, the halves of complex ones each by itself."""
+    """Numbers of a big-endian machine are reversed, and each half of a complex number separately."""
     width = dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
     content = files.layouts(dtype)
     files.save_big_endian(content, tmp_path / "model.pt", width)
@@ -80,7 +80,7 @@ def test_big_endian(tmp_path, dtype):
 
 @pytest.mark.parametrize("dtype", files.RECENT, ids=str)
 def test_big_endian_with_recent_dtypes(tmp_path, dtype):
-    """Torch turns untyped storages by single bytes, which does nothing; here they are what was saved."""
+    """Torch reverses untyped storages by single bytes, which has no effect; here they have the saved bytes."""
     width = dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
     content = files.layouts(dtype)
     files.save_big_endian(content, tmp_path / "model.pt", width)
@@ -90,7 +90,7 @@ def test_big_endian_with_recent_dtypes(tmp_path, dtype):
 @pytest.mark.parametrize("saver", [files.save_zip, files.save_legacy], ids=["zip", "legacy"])
 @pytest.mark.parametrize("dtype", files.COMPLEX, ids=str)
 def test_pending_conjugation_and_negation(tmp_path, saver, dtype):
-    """A conjugated or negated view is saved as a note beside untouched bytes; its elements come out right."""
+    """A conjugated or negated view is saved as untouched bytes and a note; its elements are correct."""
     # Not just any bits: what torch's arithmetic makes of a NaN depends on where in a vector it stands.
     base = torch.randn(4, 6, dtype=dtype)
     real = torch.randn(24)
@@ -128,7 +128,7 @@ def test_odd_end_of_a_storage(tmp_path):
 
 
 def test_offsets_are_those_that_torch_knows(tmp_path):
-    """Under FakeTensorMode, torch says where each storage lies in a zip file: the same place."""
+    """Under FakeTensorMode, torch returns the offset of each storage in a zip file: the same offsets."""
     tensors = {f"t{index}": torch.randn(index * 7 + 1) for index in range(20)}
     torch.save(tensors, tmp_path / "model.pt")
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -158,7 +158,7 @@ def test_contiguous_tensors_are_plain_parts_of_the_file(tmp_path, saver):
 
 @pytest.mark.parametrize("saver", [files.save_zip, files.save_legacy, files.save_tar], ids=["zip", "legacy", "tar"])
 def test_tied_tensors_are_one_and_shared_storages_are_shared(tmp_path, saver):
-    """Tied weights are the same entry, so whoever sends or saves them sees one; views share the source."""
+    """Tied weights are the same entry, so senders and writers see one tensor; views share the source."""
     base = torch.arange(24.0)
     content = {"a": base, "b": base, "c": base.view(24), "d": base.view(4, 6), "e": base.clone()}
     saver(content, tmp_path / "model.pt")

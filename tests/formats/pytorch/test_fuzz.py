@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged checkpoints: opened, they give what `torch.load` gives or an error of ours; nothing else ever happens."""
+"""Damaged checkpoints: the tensors equal those from `torch.load`, or opening raises an error of this package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def content() -> dict[str, object]:
 
 
 def damage(data: bytes, rng: random.Random, start: int, stop: int) -> bytes:
-    """Change one to three places between `start` and `stop` as files get damaged, or as somebody would try."""
+    """Change one to three bytes between `start` and `stop`, as damage or an attacker would."""
     damaged = bytearray(data)
     for _ in range(rng.randint(1, 3)):
         stop = min(stop, len(damaged))
@@ -54,7 +54,7 @@ def damage(data: bytes, rng: random.Random, start: int, stop: int) -> bytes:
 
 
 def by_name(value: object, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of what `torch.load` gave, by the names they have here."""
+    """Return the tensors from `torch.load` by the names they have here."""
     if isinstance(value, torch.Tensor):
         return {prefix: value}
     if isinstance(value, torch.storage.TypedStorage):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors messages to begin with, and ways to break them."""
+"""Initial safetensors messages, and ways to break them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def message(header: object, data: bytes = b"") -> bytes:
-    """Return a safetensors message with exactly this header (JSON, text or bytes), whatever it says."""
+    """Return a safetensors message with exactly this header (JSON, text or bytes), valid or not."""
     if isinstance(header, str):
         header = header.encode()
     elif not isinstance(header, bytes):

@@ -155,7 +155,7 @@ def test_every_rule_is_shown() -> None:
 
 @pytest.mark.parametrize("case", sorted(BROKEN.keys() - STRICTER.keys() - {"name twice, spelled differently"}))
 def test_the_library_refuses_them_too(case: str) -> None:
-    """What breaks a rule here breaks it for the safetensors library, except for what is listed as stricter."""
+    """Input that breaks a rule here breaks it for the safetensors library, except for the cases listed as stricter."""
     with pytest.raises(SafetensorError):
         deserialize(BROKEN[case][1])
 
@@ -237,7 +237,7 @@ def test_growing_header() -> None:
 
 
 def test_white_space_inside() -> None:
-    """JSON's white space may stand between any two pieces."""
+    """JSON's white space is allowed between any two tokens."""
     spaced = one()[8:-1]
     for piece in (b"{", b"}", b"[", b"]", b":", b","):
         spaced = spaced.replace(piece, b" \t\r\n" + piece + b" \t\r\n")
@@ -251,14 +251,14 @@ def test_the_most_that_is_allowed() -> None:
 
 
 def test_a_header_may_be_limited_further() -> None:
-    """Who reads from the wire says how long a header may be, before any of it is there."""
+    """A reader of a message sets the maximum length of a header before any of it arrives."""
     with rule_broken("header-too-large"):
         header_length((1000).to_bytes(8, "little"), "a peer", max_header_bytes=999)
     assert header_length((1000).to_bytes(8, "little"), "a peer", max_header_bytes=1000) == 1000
 
 
 def test_header_of_a_file_is_checked_against_its_length(tmp_path) -> None:
-    """A giant length costs nothing when the file is short, and a file must end where its header says."""
+    """A giant length costs nothing when the file is short, and a file must end where its header requires."""
     path = tmp_path / "m.safetensors"
     path.write_bytes((99_999_999).to_bytes(8, "little") + b"{}")
     with rule_broken("header-truncated", match="fetch it again"):
@@ -300,7 +300,7 @@ def test_the_most_names_take_a_quarter_of_a_gigabyte(tmp_path, shape: str) -> No
 
 
 def test_lists_nested_as_deep_as_an_entry_may_be_long() -> None:
-    """Recursion ends in an error of ours, whether or not this Python's JSON parser gets to the bottom."""
+    """Recursion ends in an error of this package, whether or not this Python's JSON parser reaches the bottom."""
     with pytest.raises(SafetensorsError) as caught:
         parse_message(rewritten(b"[1]", b"[" * 8000 + b"]" * 8000), "m")
     assert caught.value.rule in ("header-json", "invalid-shape")
@@ -328,7 +328,7 @@ ATTACKS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_attacks(attack: str) -> None:
-    """An attack ends soon, in an error of ours, and takes no more memory than a few times its own size."""
+    """An attack ends soon, in an error of this package, and takes no more memory than a few times its own size."""
     text = ATTACKS[attack]
     tracemalloc.start()
     started = time.process_time()
@@ -339,6 +339,6 @@ def test_attacks(attack: str) -> None:
     finally:
         tracemalloc.stop()
     assert time.process_time() - started < 10
-    # One copy as text; two more for a name that is almost all of it.
+    # One copy as text; two more for a name that fills almost the whole header.
     assert taken < 4 * len(text) + MEGA
     assert len(str(caught.value)) < 500

@@ -104,7 +104,7 @@ def strictness(text: bytes) -> set[str]:
 
     header = json.loads(text, object_pairs_hook=collect)
     if repeated:
-        # The library uses the last of them and does not look at what the others say.
+        # The library uses the last of them and ignores the others.
         return set(get_args(SafetensorsRule))
     if "__metadata__" in header and header["__metadata__"] is None:
         reasons.add("invalid-metadata")

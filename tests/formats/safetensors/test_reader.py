@@ -69,7 +69,7 @@ def test_metadata_and_order(tmp_path: Path) -> None:
 
 
 def test_unaligned_data(tmp_path: Path) -> None:
-    """A tensor may begin at any byte."""
+    """A tensor may start at any byte."""
     path = tmp_path / "m.safetensors"
     header = {"a": entry("U8", [1], [0, 1]), "b": entry("F64", [2], [1, 17])}
     for padding in range(8):

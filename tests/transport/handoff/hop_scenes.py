@@ -64,7 +64,7 @@ def change(state: State, what: str) -> None:
 
 
 def send_and_wait(state: State, target: str, receivers: list[str]) -> list[str]:
-    """Send a result as NVFlare's Client API does: wait until it was received by those that it is meant for."""
+    """Send a result as NVFlare's Client API does: wait until its receivers have it."""
     start_sending(state, target, receivers)
     outcomes = [waiter.wait(60) for waiter in state.kept["waiters"]]
     return [outcome.status for outcome in outcomes if outcome is not None]
@@ -111,7 +111,7 @@ def claim_for_all(state: State) -> None:
 
 
 def statuses(state: State) -> list[dict[str, Any]]:
-    """The receivers of what this peer still serves."""
+    """The receivers of the payloads that this peer still serves."""
     import time
 
     from nvflare.fuel.f3.streaming.download_service import DownloadService

@@ -45,7 +45,7 @@ def nothing_is_left(net):
 
 
 def forget(state):
-    """Drop what was received, without a collection of garbage in each of the processes: nothing may need one."""
+    """Drop the received payload, without a collection of garbage in each of the processes: none may be necessary."""
     state.payloads.clear()
     state.kept.clear()
     seen(state)
@@ -134,7 +134,7 @@ def fill_quota(state, left):
 
 
 def fill_disk(state, full):
-    """Let the disk be full, for what is written in pieces."""
+    """Simulate a full disk for data that is written in pieces."""
     import errno
 
     from nvflare_lazy.scratch import file
@@ -197,7 +197,7 @@ def count_writes(state):
 
 
 def test_three_receivers_share_one_copy(net):
-    """Who comes later gets the same file, also while it is being written."""
+    """A later receiver gets the same file, even while it is being written."""
     net["server"].call(scenes.make_model, 32, 4)
     net["server"].call(scenes.slow_down, 0.03)
     names = ["site_1", "site_2", "site_3"]
@@ -240,7 +240,7 @@ def test_a_killed_receiver(net):
 @pytest.mark.slow  # waits until the receiver gives the sender up
 @pytest.mark.parametrize("at", [0.1, 0.9])
 def test_a_killed_sender(net, at):
-    """It costs the transfer and nothing else; what it has written is removed."""
+    """It costs the transfer and nothing else; the written files are removed."""
     with extra_site(net) as victim:
         ref_id = victim.call(bad_senders.offer, 64, "dies", at)
         outcome = net["server"].call(bad_senders.receive, "site-8", ref_id, timeout=3.0)

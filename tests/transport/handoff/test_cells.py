@@ -132,7 +132,7 @@ def test_values(net, backend, kind, to_disk):
 
 @pytest.mark.parametrize(("peer", "way"), [("site_3", "as whole tensors"), ("site_4", "in segments")])
 def test_peers_without_handoff(net, peer, way):
-    """Peers without the package, and those of a release without handoffs, send and receive as before."""
+    """Peers without the package, and peers with a release without handoffs, send and receive as before."""
     net["server"].call(scenes.offload, True)
     assert exchange(net, peer, "server", "torch", "ten", True) == []
     assert way in net["server"].call(seen)
@@ -212,7 +212,7 @@ def trickle(state, seconds):
 
 @pytest.mark.slow
 def test_sender_is_slower_than_the_timeout(net):
-    """Waiting for a sender that writes keeps the payload available; the totals of NVFlare are those of the payload."""
+    """Waiting for a sender that writes keeps the payload available; the totals of NVFlare equal the payload."""
     net["site_2"].call(trickle, 1.0)
     net["server"].call(scenes.offload, True)
     ref_id = net["site_2"].call(bad_receivers.offer_lazily, 40, timeout=3.0)

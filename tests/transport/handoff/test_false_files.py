@@ -192,19 +192,19 @@ def test_false_replies(root, job, files, reply):
 
 
 def test_quota_of_the_receiver(root, job, files, monkeypatch):
-    """A link that the quota has no room for is not taken; into memory, files are only read."""
+    """A link that exceeds the quota is not taken; into memory, files are only read."""
     file = [files[0][0][0], files[0][0][1]]
     assert download(root, job, [changed(files, files=[file])], to_disk=False, quota=1000)[0] == "by handoff"
 
 
 def test_sender_that_never_finishes(root, job, monkeypatch):
-    """A sender whose disk takes nothing is asked for segments after a while."""
+    """If a sender's disk accepts nothing, it is requested to send segments after a while."""
     monkeypatch.setattr(client, "_STALL_SECONDS", 0.05)
     assert download(root, job, [{"files": "wait", "done": 5}] * 100)[0] == "in segments"
 
 
 def test_limits_come_first(root, job, files):
-    """A payload that is larger than the message may be is refused before a file is asked for."""
+    """A payload above the size limit of the message is refused before a file is requested."""
     sender = HandingSender.of(VALUES, TORCH)
     sender.answers = [{"files": files}]
     sender.offered = wire.RendezvousOffer(NONCE, host_token(NONCE), job.rendezvous().lease)

@@ -48,7 +48,7 @@ def forward(net, to, kind="ten", backend="torch", *, lazy=False):
 @pytest.mark.parametrize(("kind", "backend"), [("ten", "torch"), ("odd", "numpy")], ids=["as files", "too small"])
 def test_result(net, hop, backend, kind):
     """It is in the scratch of the client job when the message arrives; the trainer may be gone then."""
-    name = f"site_1__{backend}{kind}"  # NVFlare gives each trainer another name, too
+    name = f"site_1__{backend}{kind}"  # NVFlare gives each trainer a different name
     trainer = net.add(name, True)
     trainer.wait_until_up()
     send(net, name, JOB, kind, backend)
@@ -66,7 +66,7 @@ def test_lost_on_the_way(net, hop):
 
 
 def test_tasks_follow(net, hop):
-    """The first task is passed on as references; when a result came as files, the client job takes the next one."""
+    """The first task is passed on as references; after a result arrived as files, the client job takes the next one."""
     send(net, "server", JOB)
     assert hop.call(scenes.kinds_received) == {"LazyDownloadRef"}
     forward(net, TRAINER)
@@ -112,7 +112,7 @@ def test_trainers_that_hand_nothing_over(net, hop, trainer):
 
 @pytest.mark.parametrize("change", ["disabled", "quota", "handoff off", "in memory"])
 def test_client_jobs_that_take_nothing(net, hop, change):
-    """References as before: if the component says so, if scratch is full, or without scratch or handoff."""
+    """References as before: if the component requests it, if scratch is full, or without scratch or handoff."""
     hop.call(hop_scenes.change, change)
     send(net, TRAINER, JOB)
     assert hop.call(scenes.kinds_received) == {"LazyDownloadRef"}
@@ -121,7 +121,7 @@ def test_client_jobs_that_take_nothing(net, hop, change):
 
 @pytest.mark.parametrize("receivers", [["server"], ["server", "site-2"]])
 def test_trainer_settles_when_its_client_job_has_the_result(net, hop, receivers):
-    """Whoever else it is meant for, by the name of a cell, in swarm learning; it was sent before `send` returns."""
+    """Other receivers, by the name of a cell, in swarm learning; it was sent before `send` returns."""
     assert net[TRAINER].call(hop_scenes.send_and_wait, "site-1", receivers) == ["completed"]
     forward(net, "server")
 

@@ -140,7 +140,7 @@ def test_file_of_the_user_is_copied_once(sender, receiver, tmp_path):
 
 
 def test_mixed_payload(sender, receiver, monkeypatch):
-    """Files that may be shown, parts of files, views and memory: only the rest is copied, to files of so many names."""
+    """Of shareable files, parts of files, views and memory, only the rest is copied, to few files."""
     monkeypatch.setattr(_received_files, "_MAX_NAMES_PER_FILE", 3)
     complete = written({"a": torch.rand(30_000), "b": torch.rand(200)}, sender)
     part = written({"c": torch.rand(300), "d": torch.rand(700_000), "rest": SECRET}, sender)
@@ -201,7 +201,7 @@ def test_file_that_cannot_be_linked(sender, receiver, monkeypatch, error):
 
 
 def test_quota(root):
-    """Without room for a copy, nothing is handed over, and nothing of it is left or counted."""
+    """Without space for a copy, no file is handed over, and no copy is left or counted."""
     with JobScratch.open(root, job="sender", quota="100KiB") as job:
         layout = lay_out(Payload(model(), TORCH), job)
         assert layout.files is None

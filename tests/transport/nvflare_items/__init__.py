@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of NVFlare's own format of tensors on the wire."""
+"""Tests of tensors on the wire in the format that NVFlare uses."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport between real cells, over TCP on loopback, in processes of their own."""
+"""Transport between real cells, over TCP on loopback, in separate processes."""

@@ -46,7 +46,7 @@ def clock(monkeypatch):
 
 
 class Pausing(Sender):
-    """Sends nothing, or cannot be reached, for some seconds after a number of requests; what is asked then is lost."""
+    """Sends nothing, or cannot be reached, for some seconds after a number of requests, which are lost."""
 
     def __init__(self, clock, seconds, after=10, error=None):
         super().__init__(GOOD.encoded, GOOD.data, len(VALUES))
@@ -134,7 +134,7 @@ def test_payloads_that_are_not_bytes(payload):
 def test_a_stalled_download_keeps_no_space(clock, tmp_path, limit, monkeypatch):
     """The space for its rest is released after a while, so that others have it; it is reserved again as bytes arrive.
 
-    A payload too large for what is free is refused before the first byte of it is requested.
+    A payload larger than the free space is refused before the first byte of it is requested.
     """
     room = 60 * MIB
     with JobScratch.open(tmp_path, job="tests", quota=room if limit == "quota" else None, min_free=0) as job:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of tensors that goes ahead of them: what is written is read again, and what cannot be true is refused."""
+"""The manifest of tensors: a written manifest is read again, and an impossible one is refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_round_trip(items):
 
 @given(st.binary(max_size=200))
 def test_rubbish(data):
-    """Whatever bytes come, they are a list or a named error."""
+    """Any bytes are either a list or a named error."""
     with contextlib.suppress(ProtocolError):
         manifests.decode(data, TORCH, "site-1")
 
@@ -60,7 +60,7 @@ def test_damage(items, data):
 
 
 def test_names_that_travel():
-    """NVFlare's own names take no room; others travel."""
+    """NVFlare's own names take no space; others travel."""
     usual = manifests.lay_out((f"T{i}", torch.int8, (1,), 1, None) for i in range(1000))
     own = manifests.lay_out((f"layer.{i}.weight", torch.int8, (1,), 1, None) for i in range(1000))
     assert len(manifests.encode(usual, TORCH)) < 11_000
@@ -82,7 +82,7 @@ def test_names_that_travel():
     ids=str,
 )
 def test_types_of_arrays(dtype):
-    """Whatever type NumPy can save by itself can be announced."""
+    """Every type that NumPy can save without help can be announced."""
     laid = manifests.lay_out([("a", dtype, (3,), NUMPY.nbytes(dtype, (3,)), None)])
     assert manifests.decode(manifests.encode(laid, NUMPY), NUMPY, "x").items[0].dtype == dtype
 

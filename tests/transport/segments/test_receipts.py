@@ -23,7 +23,7 @@ def clock(monkeypatch):
 
 
 def fill(unproven, receiver, transfer="first", nbytes=2 * MIB):
-    """Send as much as is permitted; return the receipts."""
+    """Send until the limit is reached; return the receipts."""
     receipts = []
     while unproven.permits(receiver, transfer, nbytes):
         receipts.append(unproven.add(receiver, transfer, nbytes))
@@ -32,7 +32,7 @@ def fill(unproven, receiver, transfer="first", nbytes=2 * MIB):
 
 
 def test_limit(clock):
-    """The cells of a site share a limit; its receipts, each once, and nobody else's make room."""
+    """The cells of a site share a limit; only its own receipts, each counted once, free capacity."""
     unproven = UnprovenData()
     receipts = fill(unproven, "site-1.job")
     assert len(set(receipts)) == 8
@@ -49,14 +49,14 @@ def test_limit(clock):
 
 @pytest.mark.parametrize(("nbytes", "messages"), [(0, 40), (1, 40), (MIB, 20), (4 * MIB, 5)])
 def test_any_names(clock, nbytes, messages):
-    """Small messages count, too; more cells and more transfers of a site get no more."""
+    """Small messages also count; more cells and more transfers of a site get no more."""
     unproven = UnprovenData()
     receipts = [unproven.add(f"site-1.{number}", str(number), nbytes) for number in range(1000)]
     assert sum(receipt is not None for receipt in receipts) == messages
 
 
 def test_beside_what_stopped(clock):
-    """If one download of a site has stopped, another one goes on, message by message."""
+    """If one download of a site has stopped, another one continues, message by message."""
     unproven = UnprovenData()
     stopped = fill(unproven, "site-1.job", "stopped")
     for _ in range(100):
@@ -134,7 +134,7 @@ def test_only_senders_that_were_asked(monkeypatch):
 
 @pytest.mark.parametrize("got", [None, 7, "text", {"a": 1}, [7, None, "x", b"y" * 17, b"right"], [b"right"] * 10_000])
 def test_rubbish(got):
-    """Of what a receiver returns, only short byte strings are read, and not many."""
+    """Of a receiver's answer, only a few short byte strings are read."""
     fields = {"to": "number", "ref": "ref", "what": "data", "at": 0, "n": 1, "got": got}
     receipts = protocol.Request.from_message(Message({protocol.KEY: fields}, None)).receipts
     assert set(receipts) <= {b"right"}

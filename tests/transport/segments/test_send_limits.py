@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is being sent has a limit, and slow receivers have a part of it; a connection that blocks others is closed."""
+"""Data in flight has a limit, and slow receivers a part of it; a connection that blocks others is closed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def drain(sock, count):
 
 
 def test_room(pair):
-    """A connection has room until the kernel's buffers are full, and again when the peer has read."""
+    """A connection is free until the kernel's buffers are full, and again when the peer has read."""
     connection, peer = pair
     assert _nvflare_private.has_room(connection, 0)
     written = fill(connection.sock)

@@ -27,7 +27,7 @@ class Line:
         self._offset = self._in_flight = 0
 
     def run(self, nbytes):
-        """Download so many bytes; return how many arrived in a second, in the second half."""
+        """Download `nbytes` bytes; return the rate per second in the second half."""
         half = None
         end = self._offset + nbytes
         while self._offset < end:
