@@ -7,7 +7,7 @@
 
 Every process is real, with a cell that talks TCP over loopback; stock receives into memory, the plugin into scratch.
 Anonymous memory counts (RssAnon): the growth of the receiver that grew most, and of the sender beyond its model.
-Processor time is that of the sender and of all receivers.
+Processor time is the time of the sender and of all receivers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def broadcast(state: State, targets: list[str]) -> float:
     seconds = time.perf_counter() - start
     codes = {reply.get_header(MessageHeaderKey.RETURN_CODE) for reply in replies.values()}
     if codes != {"ok"}:
-        raise RuntimeError(f"not everybody got the model: {codes}")
+        raise RuntimeError(f"some receivers did not get the model: {codes}")
     return seconds
 
 

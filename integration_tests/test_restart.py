@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that is killed, or whose disk is full: the checkpoint is whole, and the next start goes on from it."""
+"""A server that is killed, or whose disk is full: the checkpoint is complete, and the next start resumes from it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Killer:
 
 
 def check(checkpoints: Path) -> int | None:
-    """Check that the checkpoint is whole and what its round must have come to; return the round."""
+    """Check that the checkpoint is complete and has the values of its round; return the round."""
     last = CheckpointStore(checkpoints, MODEL_NAME, BEST_NAME).latest()
     if last is None:
         return None
@@ -105,7 +105,7 @@ def test_a_killed_server_goes_on_after_its_last_round(run_job: JobRunner, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("max_shard_size", [None, "5MiB"])
 def test_the_checkpoint_is_whole_whenever_the_server_is_killed(run_job: JobRunner, tmp_path: Path, max_shard_size):
-    """Ten times, at random: what is on disk verifies and the next start resumes from it; no scratch is left."""
+    """Ten times, at random: the files on disk verify and the next start resumes from them; no scratch is left."""
     checkpoints, scratch = tmp_path / "checkpoints", tmp_path / "scratch"
     offload = {"scratch_dir": str(scratch)}
     persistor = {"max_shard_size": max_shard_size}
@@ -133,7 +133,7 @@ def test_the_checkpoint_is_whole_whenever_the_server_is_killed(run_job: JobRunne
 
 @pytest.mark.slow
 def test_a_job_begins_with_what_another_one_saves(run_job: JobRunner, tmp_path: Path):
-    """The last checkpoint of a job that runs is the initial model of another; the first one goes on undisturbed."""
+    """The last checkpoint of a running job is the initial model of another; the first one continues undisturbed."""
     checkpoints = tmp_path / "checkpoints"
     taken = []
 
@@ -144,7 +144,7 @@ def test_a_job_begins_with_what_another_one_saves(run_job: JobRunner, tmp_path: 
 
     run_job(job_in(checkpoints, rounds=3), during=begin_another)
     (other,) = taken
-    assert f"starting with the checkpoint {checkpoints / MODEL_NAME}" in other.server_log
+    assert f"Starting from the checkpoint {checkpoints / MODEL_NAME}" in other.server_log
     assert check(checkpoints) == 2
     # It has added a round to one of the rounds of the first job.
     found = nvflare_lazy.open(tmp_path / "other" / MODEL_NAME)["layer00003"].numpy()
@@ -159,7 +159,7 @@ def test_a_job_begins_with_what_another_one_saves(run_job: JobRunner, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_too_few", ["fail", "skip"])
 def test_a_disk_without_room_for_any_result(run_job: JobRunner, tmp_path: Path, on_too_few: str):
-    """The job fails, or skips the round, as it is set; the log says why, and the last checkpoint is what it was."""
+    """The job fails or skips the round, as configured; the log has the reason; the last checkpoint is unchanged."""
     checkpoints = tmp_path / "checkpoints"
     run_job(job_in(checkpoints, rounds=1))
     before = (checkpoints / MODEL_NAME).read_bytes()
@@ -177,7 +177,7 @@ def test_a_disk_without_room_for_any_result(run_job: JobRunner, tmp_path: Path, 
 
 
 def test_a_disk_that_the_kernel_calls_full(run_job, tmp_path, small_disk):
-    """No quota, only a small file system: the results that do not fit are left out, and the job ends well.
+    """No quota, only a small file system: results that exceed it are skipped, and the job ends well.
 
     One comes after the other: of two that fill the disk at the same moment, neither may get through.
     """

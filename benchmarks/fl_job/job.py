@@ -28,7 +28,7 @@ class FLJob:
         dtype: A torch dtype's name.
         exchange: "pytorch" or "numpy".
         difference: Whether the clients send differences instead of the whole.
-        external: Whether the trainers are processes of their own.
+        external: Whether the trainers are separate processes.
         offload: Arguments for the TensorOffload component.
         aggregator: Arguments for the LazyAggregator.
         persistor: Arguments for the LazyModelPersistor.
@@ -65,7 +65,7 @@ class FLJob:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise ValueError(f"mode {self.mode!r} is none of {', '.join(MODES)}")
+            raise ValueError(f"unknown mode {self.mode!r}; available: {', '.join(MODES)}")
 
     @property
     def elements(self) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client of the measured job: takes the global model, changes every tensor a little, sends it back.
 
-It knows nothing of lazy tensors and holds one model at a time. This file travels in the job's `custom` folder and runs
-inside of the client process or as a process of its own.
+It does not use lazy tensors explicitly, and holds one model at a time. This file travels in the job's `custom` folder
+and runs inside the client process or as a separate process.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def changed(value, site: int):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--install", action="store_true", help="use the plugin in this process")
-    parser.add_argument("--difference", action="store_true", help="send what changed instead of the whole")
-    parser.add_argument("--config", help="the profile of a trainer that attaches to a job by itself")
+    parser.add_argument("--difference", action="store_true", help="send differences instead of weights")
+    parser.add_argument("--config", help="the profile of a trainer that attaches to a job automatically")
     arguments, _ = parser.parse_known_args()
     if arguments.install:
         import nvflare_lazy

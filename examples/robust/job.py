@@ -47,7 +47,7 @@ def run(rule: str, rounds: int, untrained: Path, workspace: Path) -> list[Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--picture", type=Path, help="where it goes; beside the jobs if not given")
+    parser.add_argument("--picture", type=Path, help="File of the chart. Default: next to the jobs.")
     parser.add_argument("--workspace", type=Path, default=Path("/tmp/nvflare/simulation"))
     options = parser.parse_args()
     options.workspace.mkdir(parents=True, exist_ok=True)

@@ -81,7 +81,7 @@ def read_entries(
             if entry.element_type.torch is None:
                 _ = entry.dtype  # raises
         except (UnsupportedTensorError, UnsupportedDtypeError) as error:
-            raise type(error)(f"{name!r} of {owner}: {error}; exclude it or convert it first") from error
+            raise type(error)(f"{name!r} of {owner}: {error}; or exclude it") from error
     return entries
 
 
@@ -198,7 +198,7 @@ def validate_weights(names: Sequence[str], weights: Mapping[str, float] | None) 
 
 
 def _as_weight(name: str, weight: object) -> float:
-    # NumPy's scalars are real numbers, too; a bool is one by accident, and a tensor may be anything.
+    # NumPy's scalars are also real numbers; a bool is one by accident, and a tensor may be anything.
     if isinstance(weight, Real) and not isinstance(weight, bool):
         try:
             number = float(weight)
@@ -264,7 +264,7 @@ def _expected(
             votes = {key: _of_kind(reference[key], count) for key, count in votes.items() if key in reference}
         expected = {key: _elect(count, len(sent)) for key, count in votes.items()}
     for key, spec in expected.items():
-        # One contributor cannot end a round with a dtype: it must be that of most of them.
+        # A single contributor cannot end a round with its dtype: only the majority's dtype counts.
         if spec.dtype not in COMPUTABLE and 2 * sum(key in specs for specs in sent.values()) > len(sent):
             owner = "" if reference is None else " in the global model"
             raise AggregationDtypeError(f"{quoted(key)} is {spec.dtype}{owner}, which cannot be aggregated; exclude it")
@@ -272,7 +272,7 @@ def _expected(
 
 
 def _of_kind(right: TensorSpec, votes: Counter[TensorSpec]) -> Counter[TensorSpec]:
-    """Return the votes for the shape and the kind of a spec; if there are none, one for the spec."""
+    """Return the votes for the shape and the kind of a spec; without votes, one for the spec."""
     if right.dtype in CONVERTIBLE:
         votes = Counter(
             {spec: n for spec, n in votes.items() if spec.shape == right.shape and spec.dtype in CONVERTIBLE}
@@ -310,7 +310,7 @@ def _elect(votes: Counter[TensorSpec], contributors: int) -> TensorSpec:
 
 
 def _find_incomplete(sent: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, str]:
-    """Describe for each contribution how its names differ from those of most; in a tie, from the most names."""
+    """Describe for each contribution how its names differ from the majority's; in a tie, from the most names."""
     votes = Counter(frozenset(specs) for specs in sent.values())
     if len(votes) <= 1:
         return {}

@@ -73,7 +73,9 @@ class CleanupProcess:
             # It continues in its own child process and ends.
             started.wait(_START_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
-            logger.info("cannot start a process that removes scratch after a signal: %s; the next job will", error)
+            logger.info(
+                "Cannot start a process that removes scratch after a signal: %s; the next job will remove it", error
+            )
             ours.close()
         else:
             self._stream = ours

@@ -97,10 +97,10 @@ def reclaim(root: str | os.PathLike[str] | None = None, *, include_other_hosts: 
             try:
                 lease = _reclaim_one(root_fd, directory, name, include_other_hosts=include_other_hosts)
             except OSError as error:
-                logger.warning("cannot reclaim %s: %s", directory / name, error)
+                logger.warning("Cannot reclaim %s: %s", directory / name, error)
                 continue
             if lease:
-                logger.info("reclaimed %s", lease)
+                logger.info("Reclaimed %s", lease)
                 reclaimed.append(lease)
         _remove_unfinished_leases(root_fd, directory)
     return reclaimed
@@ -130,7 +130,7 @@ def _reclaim_one(root_fd: int, root: Path, name: str, *, include_other_hosts: bo
             return None
         if lease.alive is None and not include_other_hosts:
             logger.info(
-                "%s stays, for %s; if it is not needed: nvflare-lazy clean --remove --include-other-hosts",
+                "Kept %s: %s; if it is not needed: nvflare-lazy clean --remove --include-other-hosts",
                 name,
                 lease.reason,
             )
@@ -145,7 +145,7 @@ def _reclaim_one(root_fd: int, root: Path, name: str, *, include_other_hosts: bo
 
 @contextlib.contextmanager
 def _inspect_lease(root_fd: int, root: Path, name: str, *, exclusive: bool = True) -> Iterator[LeaseInfo | None]:
-    """Examine a job's directory, except for its size, and hold its locks meanwhile; None if it was just removed."""
+    """Examine a job's directory, except for its size, and hold its locks during that; None if it was just removed."""
     with contextlib.ExitStack() as held:
         lease_fd = _try_open(held, open_lease, f"{name}.lease", root_fd)
         lease_lock = try_lock(lease_fd, exclusive=exclusive) if lease_fd is not None else None

@@ -92,8 +92,8 @@ class DownloadScratch:
     def take_link(self, visited: VisitedRendezvous, id: object, nbytes: int) -> TensorFile:
         """Link a file of another process into the directory, and return it open; it owns the directory.
 
-        Nothing is written to it, and it is not recycled. It counts towards the quota, but needs no free space. After
-        a failure, nothing of it is left or counted.
+        Nothing is written to it, and it is not recycled. It counts towards the quota, but needs no free space. After a
+        failure, no directory is left or counted.
 
         Args:
             visited: The directory in which the sender shows the file.
@@ -116,8 +116,8 @@ class DownloadScratch:
     def release(self) -> None:
         """Remove the directory and release its bytes; when this returns, it is gone.
 
-        Writes that are running in other threads end with ScratchReleasedError, and are waited for. May be called any
-        number of times, from any thread.
+        Writes that are running in other threads end with ScratchReleasedError, and are waited for. Repeated calls are
+        allowed, from any thread.
         """
         self._finalizer.detach()
         self._directory.release()
@@ -138,7 +138,7 @@ class OpenScratchFile:
 class DownloadDirectory:
     """A directory that ends deterministically, however many threads write to it.
 
-    The descriptor of the job's directory is borrowed. `on_removed` is called with the name after the removal.
+    The descriptor of the job's directory is borrowed. `on_removed` runs with the name after the removal.
     """
 
     def __init__(
@@ -295,7 +295,7 @@ class DownloadDirectory:
             return True
 
     def close(self, file: OpenScratchFile) -> None:
-        """Close a file that no thread writes to; may be called more than once."""
+        """Close a file that no thread writes to; repeated calls are allowed."""
         if os.getpid() != self._pid:
             return
         # Without a lock, because finalizers call this; of two callers, the set lets one.
@@ -340,7 +340,7 @@ class DownloadDirectory:
             left = deadline - time.monotonic()
             if left <= 0 or not self._change.wait(left):
                 logger.warning(
-                    "a write to %s has been hanging for %g s; not waiting for it", self.path, _SLOW_WRITE_SECONDS
+                    "A write to %s has been hanging for %g s; not waiting for it", self.path, _SLOW_WRITE_SECONDS
                 )
                 return
 
@@ -359,7 +359,7 @@ class DownloadDirectory:
             remove_tree(self.name, dir_fd=self._job_fd)
         except OSError as error:
             # Its bytes stay counted, because they stay on the disk; the end of the job tries again.
-            logger.warning("cannot remove %s yet: %s", self.path, error)
+            logger.warning("Cannot remove %s yet: %s", self.path, error)
         else:
             self.reservation.close()
         finally:

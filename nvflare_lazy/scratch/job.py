@@ -90,7 +90,7 @@ class JobScratch:
         try:
             reclaim(directory)
         except ScratchError as error:
-            logger.warning("cannot reclaim scratch of processes that no longer exist: %s", error)
+            logger.warning("Cannot reclaim scratch of processes that no longer exist: %s", error)
         return cls(directory, job, Quota(directory, limit, min_free_bytes(min_free, info.total)), info)
 
     @property
@@ -118,7 +118,7 @@ class JobScratch:
         return self._directories[-1].released
 
     def free(self) -> int:
-        """Return how many bytes the quota and the disk have room for."""
+        """Return how many bytes the quota and the disk still accept."""
         return self._quota.free()
 
     def download(self, label: str | None = None, reserve: int = 0) -> DownloadScratch:
@@ -177,7 +177,7 @@ class JobScratch:
     def release(self) -> None:
         """Release all downloads, then remove the directory and its lease; when this returns, they are gone.
 
-        May be called any number of times, from any thread.
+        Repeated calls are allowed, from any thread.
         """
         self._finalizer.detach()
         with self._lock:
@@ -310,7 +310,7 @@ class JobDirectory:
                 directory.release()
             remove_tree(self._lease.name, dir_fd=self._root_fd)
         except OSError as error:
-            logger.warning("cannot remove %s: %s; a later start will", self.path, error)
+            logger.warning("Cannot remove %s: %s; a later start will remove it", self.path, error)
             self._lease.abandon()
         else:
             self._release_lease()

@@ -44,12 +44,12 @@ def resolve_root(root: str | os.PathLike[str] | None = None) -> Path:
     except ScratchError as error:
         if is_chosen:
             raise
-        logger.info("no scratch in the cache directory (%s); using the temporary one", error)
+        logger.info("Cannot use the cache directory for scratch (%s); using the temporary directory", error)
     return _create_checked(_temporary_root())
 
 
 def set_default_root(root: str | None) -> str | None:
-    """Make a root the default of this process and of those that it starts; None leaves it to the user's directories.
+    """Make a root the default of this process and its child processes; None selects the user's directories.
 
     Returns:
         The previous one, to be restored.
@@ -91,7 +91,7 @@ def _locate(root: str | os.PathLike[str] | None) -> tuple[Path, bool]:
 def _to_absolute(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(os.path.abspath(Path(path).expanduser()))
-    except (OSError, RuntimeError) as error:  # the working directory was deleted; there is no home
+    except (OSError, RuntimeError) as error:  # the working directory was deleted, or the user does not have a home
         raise ScratchError(
             f"cannot resolve the scratch root {os.fspath(path)}: {error}; use an absolute path"
         ) from error

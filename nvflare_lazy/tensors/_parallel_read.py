@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Below this, waking a second thread takes longer than the copy that it could do meanwhile; each further thread needs as
-# many bytes more.
+# Below this, waking a second thread takes longer than the copy that it could do in that time; each further thread needs
+# the same number of bytes more.
 MIN_SHARED_BYTES = 3 << 20
 _MIN_PIECE_BYTES = 1 << 20
 # A thread cannot be interrupted within a piece.
@@ -154,7 +154,7 @@ class _Helpers:
                     threading.Thread(target=self._wait, name=f"nvflare_lazy_read_{self._count}", daemon=True).start()
                     self._count += 1
             except RuntimeError as error:  # no more threads, as when the interpreter is about to end
-                logger.debug("cannot start another reader thread: %s", error)
+                logger.debug("Cannot start another reader thread: %s", error)
 
     def _wait(self) -> None:
         while True:

@@ -28,8 +28,8 @@ _CPU = torch.device("cpu")
 def raise_immutable(what: str, kind: str = "tensor") -> NoReturn:
     """Raise the error for an operation, in the words of the caller, that would write to a tensor or array."""
     raise ImmutableTensorError(
-        f"{what} would write to a lazy {kind}, whose elements are in a file that others read too: "
-        f"call materialize() on it and write to the {kind} that returns"
+        f"{what} would write to a lazy {kind}, which is read-only because other readers share its file; "
+        f"call materialize() and write to the {kind} that it returns"
     )
 
 
@@ -49,7 +49,7 @@ class UndispatchedMethods(torch.Tensor):
         def _pinned_tensor(self) -> torch.Tensor:
             """Load the storage for good and return an ordinary tensor that shares its memory."""
 
-    # ---- inspection: no I/O, except where the elements themselves are asked for ---------------------------------
+    # ---- inspection: no I/O, except where the elements themselves are requested ------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -72,7 +72,7 @@ class UndispatchedMethods(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if not self.is_leaf:
-            raise RuntimeError("a tensor that came out of a computation cannot be copied with it: detach() it first")
+            raise RuntimeError("cannot copy a tensor that is the result of a computation; detach() it first")
         # Nothing can be written, so nothing needs to be copied. A separate storage keeps the pointers of both apart.
         storage = memo.get(id(self._geometry_.storage))
         if storage is None:
@@ -104,7 +104,7 @@ class UndispatchedMethods(torch.Tensor):
     # ---- NumPy -------------------------------------------------------------------------------------------------
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
-        """Load the elements as a NumPy array; read-only, since a write would not reach the tensor it came from."""
+        """Load the elements as a NumPy array; read-only, since a write would not reach the tensor."""
         loaded = self.materialize()
         if self.requires_grad:
             loaded.requires_grad_()
@@ -114,7 +114,7 @@ class UndispatchedMethods(torch.Tensor):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
-            raise ValueError("a lazy tensor has no memory to share: a copy is needed to make an array of it")
+            raise ValueError("a lazy tensor has no memory to share; allow a copy, for example with copy=None")
         array = self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
         return array.copy() if copy and not array.flags.writeable else array
 
@@ -172,7 +172,7 @@ def _device(*_: Any) -> Any:
     return _CPU
 
 
-# Unbound calls of torch's own functions are redirected to these.
+# Unbound calls of functions in torch are redirected to these.
 HANDLERS: dict[Any, Callable[..., Any]] = {
     getattr(torch.Tensor, name): getattr(UndispatchedMethods, name)
     for name in (

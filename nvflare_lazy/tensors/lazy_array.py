@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LazyArray`: the counterpart of `LazyTensor` for NumPy.
 
-Jobs that exchange NumPy arrays receive these. It is a proxy and not a subclass of `np.ndarray`: C code reads the memory
-of a subclass without asking, and there is none; it rejects a proxy or converts it through `__array__`.
+Jobs that exchange NumPy arrays receive these. It is a proxy and not a subclass of `np.ndarray`: C code would directly
+read the memory of a subclass, which a lazy array lacks. C code rejects a proxy or converts it through `__array__`.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class LazyArray(ArrayOperators):
         self._dtype: np.dtype[Any] = np.dtype(dtype)
         self._shape = tuple(shape)
         if self.dtype.hasobject or not self.dtype.itemsize:
-            raise UnsupportedDtypeError("arrays of Python objects, or of nothing, have no bytes to be read later")
+            raise UnsupportedDtypeError("arrays of Python objects, or of types without bytes, cannot be lazy")
         if min(self._shape, default=0) < 0:
             raise ValueError(f"an array cannot have the shape {self._shape}")
         if source.nbytes != self.nbytes:
-            raise ValueError(f"an array of {self.shape} {self.dtype} has {self.nbytes} bytes, not {source.nbytes}")
+            raise ValueError(f"an array of {self.shape} {self.dtype} requires {self.nbytes} bytes, got {source.nbytes}")
         self._source = source
 
     @classmethod
@@ -76,7 +76,7 @@ class LazyArray(ArrayOperators):
         row = dtypes.by_torch(tensor.dtype)
         if row.numpy is None:
             raise UnsupportedDtypeError(
-                f"NumPy has no {tensor.dtype}: use the tensor, or convert it first, for example with .float()"
+                f"NumPy does not support {tensor.dtype}; use the tensor, or convert it first, for example with .float()"
             )
         return cls(tensor.source, row.numpy, tuple(tensor.shape))
 
@@ -150,7 +150,7 @@ class LazyArray(ArrayOperators):
         Args:
             buffer: Writable and C-contiguous, of `count` elements.
             start: The first element.
-            count: Their number. Default: as many as the buffer holds.
+            count: Their number. Default: the number that the buffer holds.
         """
         read_elements(self._source, self.dtype, buffer, start, count)
 
@@ -162,7 +162,7 @@ class LazyArray(ArrayOperators):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
-            raise ValueError("a lazy array has no memory to share: a copy is needed to make an array of it")
+            raise ValueError("a lazy array has no memory to share; allow a copy, for example with copy=None")
         array = self.materialize() if copy else self._load()
         return array if dtype is None else array.astype(dtype, copy=False)
 
@@ -203,12 +203,12 @@ class LazyArray(ArrayOperators):
         if name in _WRITERS:
             raise_immutable(f".{name}()", "array")
         if name in _RAW_MEMORY:
-            raise AttributeError(f"a lazy array has no memory, and so no {name!r}: materialize() gives one that has")
+            raise AttributeError(f"a lazy array has no memory, and therefore no {name!r}; call materialize() first")
         if not hasattr(np.ndarray, name):
             raise AttributeError(f"'LazyArray' object has no attribute {name!r}")
         if not callable(getattr(np.ndarray, name)):
             return getattr(self._load(), name)
-        # Loaded when it is called: most code only checks whether the method exists.
+        # Loaded when the method runs: most code only checks whether the method exists.
         return lambda *args, **kwargs: getattr(self._load(), name)(*self._loaded(args), **self._loaded(kwargs))
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -141,7 +141,7 @@ class LazyTensor(UndispatchedMethods):
             return tensor
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
             raise UnsupportedTensorError(
-                "a sparse, quantized, nested or meta tensor has no dense elements: convert it with to_dense() first"
+                "a sparse, quantized, nested or meta tensor has no dense elements; convert it with to_dense() first"
             )
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
         return cls(MemorySource(storage_bytes(tensor)), tensor.dtype, tensor.shape, strides=tensor.stride())
@@ -191,7 +191,7 @@ class LazyTensor(UndispatchedMethods):
         Args:
             buffer: Writable and C-contiguous, of `count` elements.
             start: The first element.
-            count: Their number. Default: as many as the buffer holds.
+            count: Their number. Default: the number that the buffer holds.
         """
         read_elements(self.source, self._geometry_.dtype, buffer, start, count)
 
@@ -286,9 +286,9 @@ def _checked_geometry(
 
 
 def _make(geometry: Geometry) -> LazyTensor:
-    # On the meta device, for torch's own eyes: `parameter.data = lazy` copies the inside of a tensor without asking,
+    # Torch itself sees the meta device: `parameter.data = lazy` copies the internals of a tensor without dispatch,
     # which torch refuses to do across devices; between two tensors "on the CPU" it would copy a null pointer.
-    # An inference tensor cannot be the base of a view made outside of inference mode: so never make one.
+    # An inference tensor cannot be the base of a view made outside inference mode: so never make one.
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS:
         tensor: LazyTensor = torch.Tensor._make_wrapper_subclass(
             LazyTensor,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class ArrayBackend(ABC):
-    """What transport has to know about a kind of value."""
+    """Properties of a kind of value that transport uses."""
 
     name: str
 
@@ -78,7 +78,7 @@ class ArrayBackend(ABC):
         """Read name, dtype, shape and bytes of each value in an item in NVFlare's format.
 
         Raises:
-            ProtocolError: If the item is not what its header says.
+            ProtocolError: If the item contradicts its header.
         """
 
     def nbytes(self, dtype: Any, shape: tuple[int, ...]) -> int:
@@ -138,7 +138,7 @@ class NumpyBackend(ArrayBackend):
 
     def describe(self, value: np.ndarray[Any, Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
         if value.dtype.hasobject:
-            raise UnsupportedDtypeError("an array of Python objects cannot be sent: send its values in a list")
+            raise UnsupportedDtypeError("cannot send an array of Python objects; send its values in a list")
         return value.dtype, tuple(value.shape)
 
     def source(self, value: np.ndarray[Any, Any]) -> ByteSource:
@@ -205,4 +205,4 @@ def _as_descr(encoded: Any) -> Any:
         return [(field[0], _as_descr(field[1]), *field[2:]) for field in encoded]
     if isinstance(encoded, str):
         return encoded
-    raise ValueError("not the description of an array's type")
+    raise ValueError("invalid description of an array's type")

@@ -90,8 +90,8 @@ class DiskConsumer(PayloadConsumer):
 
     Attributes:
         directory: The directory.
-        owner: What removes it with the last reference; a directory that the caller made has an owner after `values()`.
-        workflow_roots: Directories of NVFlare's workflows; the download ends when NVFlare removes one of them.
+        owner: Removes it with the last reference; a directory that the caller made has an owner after `values()`.
+        workflow_roots: NVFlare's directories for workflows; the download ends when NVFlare removes one of them.
     """
 
     place = "on disk"
@@ -119,7 +119,7 @@ class DiskConsumer(PayloadConsumer):
             For each name the file it is in and its name there. The files can be read at once.
         """
         if not isinstance(items, list):
-            raise TypeError(f"items must be a list, not a {type(items).__name__}")
+            raise TypeError(f"items must be a list, got {type(items).__name__}")
         result = {} if result is None else result
         with self._lock:
             self._raise_if_cleaned()

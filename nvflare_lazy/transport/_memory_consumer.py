@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class MemoryConsumer(PayloadConsumer):
     """Makes ordinary values.
 
-    `received_cb` is called with a dictionary of values as they are complete, one call at a time, and with `cb_kwargs`.
+    `received_cb` runs with a dictionary of values as they are complete, one call at a time, and with `cb_kwargs`.
     If it returns a dictionary, that becomes part of the result instead of them.
     """
 
@@ -47,7 +47,7 @@ class MemoryConsumer(PayloadConsumer):
     def consume_items(self, items: list[Any], result: Any) -> Any:
         """Make values of items in NVFlare's form."""
         if not isinstance(items, list):
-            raise TypeError(f"items must be a list, not a {type(items).__name__}")
+            raise TypeError(f"items must be a list, got {type(items).__name__}")
         result = {} if result is None else result
         for item in items:
             for name, dtype, shape, data in self.unpack(item):
@@ -64,7 +64,7 @@ class MemoryConsumer(PayloadConsumer):
         return self._sink
 
     def abandon_sink(self) -> None:
-        """Forget the values."""
+        """Release the values."""
         self.result, self._order, self._sink = None, [], None
 
     def open_shown(self, visited: VisitedRendezvous, shown: ShownFile) -> TensorFile:
@@ -119,13 +119,13 @@ class Sink(Protocol):
         """Take bytes of the run of all bytes."""
 
     def release_rest(self, offset: int) -> None:
-        """Release what is reserved for bytes at or after an offset; none of them has arrived, but they may later."""
+        """Release the reservation for bytes at or after an offset; none of them has arrived, but they may later."""
 
 
 class MemorySink:
     """Assembles ordinary tensors: each is allocated when its first bytes arrive, and nothing is concatenated.
 
-    `deliver` is called with each value as soon as it is complete, from several threads at once.
+    `deliver` runs with each value as soon as it is complete, on several threads at once.
     """
 
     def __init__(self, manifest: Manifest, backend: ArrayBackend, deliver: Callable[[str, Any], None]) -> None:

@@ -53,7 +53,7 @@ class IncomingPayloads:
     def check_room(self) -> None:
         """Raise unless the message may refer to one more payload."""
         if len(self._by_ref) >= _MAX_PAYLOADS:
-            raise ProtocolError(f"a message that refers to more than {_MAX_PAYLOADS} payloads")
+            raise ProtocolError(f"the message refers to more than {_MAX_PAYLOADS} payloads")
 
     def add(self, ref_id: str, payload: Any) -> None:
         """Add the next payload."""

@@ -183,7 +183,7 @@ class AppendingShards:
         """
         with self._lock:
             if name in self.locations:
-                raise ProtocolError(f"the tensor {name!r} came twice; the sender has to send each once")
+                raise ProtocolError(f"duplicate tensor {name!r}; the sender must send each tensor one time")
             header_bytes = _header_bytes(name, shape)
             if self._shard is None or not self._shard.has_room(header_bytes):
                 if self._shard is not None:

@@ -92,17 +92,17 @@ class PayloadConsumer(ItemConsumer):
     """Receives one payload; subclasses decide where to.
 
     Attributes:
-        backend: What kind of values are received.
-        error: Why it failed, as text; None as long as it has not.
-        failure: Why it failed, as an exception.
-        result: What has been received.
-        nbytes: How many bytes that is so far.
-        items: How many whole tensors; not counted in other ways of transport.
-        way: How they were transferred, for the log.
-        place: Where they are, for the log.
+        backend: Kind of the received values.
+        error: Reason of the failure, as text; otherwise None.
+        failure: Reason of the failure, as an exception.
+        result: Received values.
+        nbytes: Bytes received so far.
+        items: Whole tensors received so far; not counted in other ways of transport.
+        way: Way of transport, for the log.
+        place: Location of the values, for the log.
         progress: Receives the progress, or None.
-        tally: What the message has brought so far, within its limits.
-        manifest: The list of the payload's tensors, once it has been received.
+        tally: Items and bytes that the message has brought so far, within its limits.
+        manifest: List of the payload's tensors, once received.
     """
 
     # The state of an offer that was taken is not the state that was offered.
@@ -177,7 +177,7 @@ class PayloadConsumer(ItemConsumer):
         """Read name, dtype, shape and bytes of each value in an item in NVFlare's format, within the limits.
 
         Raises:
-            ProtocolError: If the item is not what its header says, or is more than the message may bring.
+            ProtocolError: If the item contradicts its header, or exceeds the limits of the message.
         """
         for name, dtype, shape, data in self.backend.unpack_item(item, self._sender):
             self.tally.add(self._sender, PayloadSize(len(data), 1, len(name.encode())))
@@ -206,7 +206,7 @@ class PayloadConsumer(ItemConsumer):
         self._cancel.trigger(reason)
 
     def count(self, nbytes: int, items: int | None = None) -> None:
-        """Set the totals received so far; `items` is None while their number is unknown."""
+        """Set the totals received so far. Pass None as `items` while their number is unknown."""
         self.nbytes = nbytes
         if self.progress is not None:
             self.progress.received(nbytes, items)
@@ -214,8 +214,8 @@ class PayloadConsumer(ItemConsumer):
     def acquire_slot(self) -> None:
         """Wait for a slot for the first answer, unless that is known to be small.
 
-        A sender without this package sends a whole tensor in it. One that has offered segments before does so again:
-        its downloads do not queue behind those that are slow.
+        A sender without this package sends a whole tensor in it. A sender that has offered segments before does so
+        again: its downloads do not queue behind slow ones.
         """
         remote = self._remote
         if remote is not None and remote.from_fqcn not in remote.runtime.senders_with_package:
@@ -265,7 +265,7 @@ class PayloadConsumer(ItemConsumer):
         return pull_items(state, data, self)
 
     def expect_items(self) -> None:
-        """Count a reply without items: a sender with this package begins with one, and no sender with many."""
+        """Count a reply without items: a sender with this package sends one first, and no sender sends many."""
         self._replies_without_items += 1
         if self._replies_without_items > _MAX_REPLIES_WITHOUT_ITEMS:
             raise ProtocolError(f"{self._sender} sent {self._replies_without_items} replies without an item")
@@ -360,7 +360,7 @@ def note_received(consumer: PayloadConsumer, remote: RemotePayload, started: flo
 
 
 def outcome(download: Callable[[], T]) -> tuple[str | None, T | None]:
-    """Return an error message or None, and what was downloaded or None, as NVFlare's own functions do."""
+    """Return an error message or None, and the downloaded value or None, as NVFlare's own functions do."""
     try:
         return None, download()
     except NVFlareLazyError as error:
@@ -385,7 +385,7 @@ class ProgressRelay:
         self._report(event)
 
     def received(self, nbytes: int, items: int | None = None) -> None:
-        """Set the totals, and report them if some time has passed; `items` is None while their number is unknown."""
+        """Set the totals, and report them after some time. `items` may be None while their number is unknown."""
         self._bytes, self._items = nbytes, items
         if nbytes > self._told_bytes and time.monotonic() - self._told >= _PROGRESS_SECONDS:
             self._report({"ref_id": self._ref_id, "state": "active", "timestamp": time.time()})
@@ -398,7 +398,7 @@ class ProgressRelay:
             try:
                 self._callback(**{**event, **totals})
             except Exception as error:
-                logger.warning("a progress callback failed: %s", error)
+                logger.warning("A progress callback failed: %s", error)
 
 
 class _LinkedSignal(Signal):

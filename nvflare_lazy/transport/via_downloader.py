@@ -2,7 +2,7 @@
 """References to tensors that are still at their sender; a forwarding hop sends them instead of the tensors.
 
 A hop (the client job, between server and trainer) decodes a message without downloading anything, and gets references
-to where the tensors are. It can send them on, whatever number of payloads they come from, and read one if it must.
+to where the tensors are. It can forward them, from any number of payloads, and read one if it must.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
         """
         found = cell if cell is not None else self._cell() if self._cell is not None else None
         if found is None or self._backend is None:
-            raise TransferError(f"{self.item_id} of {self.fqcn} cannot be read without a cell: pass one")
+            raise TransferError(f"{self.item_id} of {self.fqcn} cannot be read without a cell; pass one")
         return open_remote(self, self._backend, found, timeout, abort_signal)
 
     def materialize(self, cell: Any = None, *, timeout: float = 600.0, abort_signal: Any = None) -> Any:
@@ -90,7 +90,7 @@ class LazyDownloadRef(stock_via_downloader.LazyDownloadRef):
         return self.lazy(cell, timeout=timeout, abort_signal=abort_signal).materialize()
 
     def __reduce__(self) -> Any:
-        # NVFlare's slots, and what is known of the tensor; a cell belongs to its process: pass one to `lazy()`.
+        # NVFlare's slots, and the metadata of the tensor; a cell belongs to its process: pass one to `lazy()`.
         state = self.dtype, self.shape, self.secure, None if self._backend is None else self._backend.name
         return _unpickle_ref, (self.fqcn, self.ref_id, self.item_id, self.dot, *state)
 
@@ -126,14 +126,14 @@ class LazyDownloadRefDecomposer(stock_via_downloader.LazyDownloadRefDecomposer):
         handler = fobs.get_dot_handler(lazy.dot)
         if handler is None:
             raise TransferError(
-                f"a reference of kind {lazy.dot} cannot be sent on: nothing is registered for that kind here; "
+                f"cannot forward a reference of kind {lazy.dot}: no decomposer is registered for it; "
                 "call nvflare_lazy.install() first"
             )
         return {**handler.decompose(lazy, manager), "lazy_dot": lazy.dot}
 
 
 def clear_download_initiated() -> None:
-    """Forget whether this thread has sent anything that has to be downloaded from this process."""
+    """Clear this thread's note that it has sent a payload that must be downloaded from this process."""
     offload.runtime.by_thread.initiated = False
 
 

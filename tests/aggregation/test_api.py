@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts and what does not: names, shapes, dtypes, weights, values, failures, and what is said about them."""
+"""Which contributions count: names, shapes, dtypes, weights, values, failures, and the messages about them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TestNames:
     """Which tensors take part."""
 
     def test_missing_tensors_renormalize_the_weights(self, out):
-        """Of a tensor that some lack, the others make the mean, and the report says who."""
+        """The mean of a tensor that some contributions lack is made from the others, and the report names them."""
         contributions = {
             "a": ones(both=((2,), 1.0), some=((2,), 10.0)),
             "b": ones(both=((2,), 4.0)),
@@ -97,7 +97,7 @@ class TestNames:
         assert result.report.excluded == ("bn_mean", "bn_note")
 
     def test_global_model_decides(self, out):
-        """A tensor that the global model does not have is too much; one that nobody sends is not missed."""
+        """A tensor that the global model does not have is surplus; one that no contribution has is not missing."""
         contributions = {"a": ones(w=((2,), 1.0)), "b": ones(w=((2,), 3.0), backdoor=((2,), 1.0))}
         model = ones(w=((2,), 0.0), frozen=((2,), 0.0))
         with pytest.raises(MismatchError, match="'b' does not match the global model: unexpected tensor 'backdoor'"):
@@ -107,7 +107,7 @@ class TestNames:
         assert [*result.report.skipped] == ["b"]
 
     def test_robust_rules_want_whole_updates(self, out):
-        """Who lacks what most others have, or has more, does not take part in a median."""
+        """A contribution with fewer or more tensors than most others does not take part in a median."""
         contributions = {name: ones(w=((2,), float(index)), v=((2,), 0.0)) for index, name in enumerate("abcd")}
         del contributions["a"]["v"]
         contributions["d"]["extra"] = torch.ones(1)
@@ -126,12 +126,16 @@ class TestShapesAndTypes:
         (torch.zeros(2).int(), MismatchError, "'b' does not match .*: 'w' is torch.int32, expected torch.float32"),
         (torch.zeros(2).to_sparse(), UnsupportedTensorError, "'w' of 'b': a sparse"),
         ([1.0, 2.0], UnsupportedTensorError, "'w' of 'b': a list is neither a tensor nor an array"),
-        (np.array(["x", "y"]), UnsupportedDtypeError, "'w' of 'b': <U1 arrays"),
+        (
+            np.array(["x", "y"]),
+            UnsupportedDtypeError,
+            "'w' of 'b': tensor files do not support <U1 arrays; .*; or exclude it",
+        ),
     )
 
     @pytest.mark.parametrize(("wrong", "error", "message"), CASES)
     def test_error_or_left_out(self, out, wrong, error, message):
-        """Who differs from the majority is named in an error, or is left out with the same one."""
+        """A contribution that differs from the majority is named in an error, or skipped with the same error."""
         contributions = {name: {"w": torch.ones(2)} for name in "acd"}
         contributions["b"] = {"w": wrong}
         with pytest.raises(error, match=message):
@@ -142,7 +146,7 @@ class TestShapesAndTypes:
         assert isinstance(result.report.skipped["b"], error)
 
     def test_a_disagreement_is_one_kind_of_error(self, out):
-        """Whoever handles disagreements need not list their kinds."""
+        """A caller that handles mismatches need not list their kinds."""
         with pytest.raises(MismatchError):
             aggregate({"a": {"w": torch.ones(2)}, "b": {"w": torch.ones(3)}}, out)
 
@@ -153,7 +157,7 @@ class TestShapesAndTypes:
         assert [*result.report.skipped] == ["a"]
 
     def test_types_without_arithmetic(self, out):
-        """A type that has no mean is an error that says to exclude it."""
+        """A type that has no mean raises an error, which advises to exclude it."""
         contributions = {name: {"scale": torch.ones(2).to(torch.float8_e8m0fnu)} for name in "ab"}
         with pytest.raises(AggregationDtypeError, match=r"'scale' is torch.float8_e8m0fnu.*exclude it"):
             aggregate(contributions, out)
@@ -206,7 +210,7 @@ class TestWeights:
             assert isinstance(result.report.skipped["b"], WeightError)
 
     def test_all_zero(self, out):
-        """There is no mean of that."""
+        """Such tensors have no mean."""
         with pytest.raises(WeightError, match="weights of all contributors are zero: 'a', 'b'"):
             aggregate({"a": ones(w=((1,), 1.0)), "b": ones(w=((1,), 1.0))}, out, weights={"a": 0, "b": 0})
 
@@ -223,7 +227,7 @@ class TestNothing:
     """Empty rounds are errors with a name."""
 
     def test_no_contribution(self, out):
-        """Nobody came."""
+        """No contribution arrived."""
         with pytest.raises(NothingToAggregateError, match="no contributions to aggregate"):
             aggregate({}, out)
 
@@ -238,7 +242,7 @@ class TestNothing:
         assert aggregate({"a": {"e": torch.empty(0, 3)}, "b": {"e": torch.empty(0, 3)}}, out)["e"].shape == (0, 3)
 
     def test_everybody_fails(self, out):
-        """The error says why each of them was left out."""
+        """The error has the reason for each skipped contribution."""
         broken = LazyTensor(FailedSource(8, OSError("the line broke")), torch.float32, (2,))
         with pytest.raises(NothingToAggregateError, match="skipped 'a': the line broke; skipped 'b': the"):
             aggregate({"a": {"w": broken}, "b": {"w": broken}}, out)
@@ -275,7 +279,7 @@ class TestNonFinite:
             aggregate(contributions, out, on_non_finite="error")
 
     def test_large_values_are_finite(self, out):
-        """Numbers whose sum overflows are no reason to leave somebody out."""
+        """Numbers whose sum overflows are not a reason to skip a contribution."""
         contributions = {name: {"w": torch.full((3000,), 3e38)} for name in "ab"}
         result = Aggregation(on_non_finite="skip").run(contributions, out)
         assert result.report.skipped == {}
@@ -301,7 +305,7 @@ class TestFailures:
         assert "site-2" in str(result.report.skipped["site-2"])
 
     def test_released_scratch(self, out, tmp_path):
-        """Scratch that was given back too early."""
+        """Scratch that was released too early."""
         contributions = on_disk(random_round(3, [((50,), torch.float32)], 0), tmp_path / "in")
         contributions["site-1"].cleanup()
         result = Aggregation().run(contributions, out)
@@ -340,7 +344,7 @@ class TestFailures:
             Aggregation({"name": "krum", "num_byzantine": 1}).run(contributions, out)
 
     def test_broken_global_model_is_nobodys_fault(self, out):
-        """The error is that of the model, and no contributor is blamed."""
+        """The error is the model's error, and no contributor is blamed."""
         contributions = random_round(3, [((10,), torch.float32)], 0)
         model = {"t0": LazyTensor(FailedSource(40, OSError("model is gone")), torch.float32, (10,))}
         with pytest.raises(OSError, match="model is gone"):
@@ -358,7 +362,7 @@ class TestFailures:
         assert left_behind(out) == []
 
     def test_disk_breaks(self, out, monkeypatch):
-        """An error in writing is none of a contributor, either."""
+        """An error in writing is not a contributor's error."""
 
         def broken(self, start, buffer):
             raise OSError("the disk broke")
@@ -372,10 +376,10 @@ class TestFailures:
 
 
 class TestRelease:
-    """Contributions are let go as early as possible, each once."""
+    """Contributions are released as early as possible, each once."""
 
     def test_left_out_ones_first(self, out):
-        """Who does not take part is released at once, the others when the result is there."""
+        """A skipped contribution is released at once, the others when the result exists."""
         contributions = {name: ones(w=((2,), 1.0)) for name in "abcd"}
         contributions["b"] = ones(w=((3,), 1.0))
         contributions["c"] = {"w": LazyTensor(FailedSource(8, OSError("bad")), torch.float32, (2,))}
@@ -388,7 +392,7 @@ class TestRelease:
         assert seen == [("b", False), ("c", False), ("a", True), ("d", True)]
 
     def test_may_close_the_files(self, out, tmp_path):
-        """The result does not need them any more."""
+        """The result no longer needs them."""
         contributions = on_disk(random_round(3, [((50,), torch.float32)], 0), tmp_path / "in")
         result = aggregate(contributions, out, on_contribution_done=lambda name: contributions[name].cleanup())
         assert np.isfinite(flat(result)).all()
@@ -414,7 +418,7 @@ class TestProgressAndCancel:
     """The caller sees how far it is, and can call it off."""
 
     def test_progress(self, out):
-        """In the caller's thread, by stages, up to all of it."""
+        """In the caller's thread, by stages, up to the total."""
         seen = []
 
         def progress(report):
@@ -432,7 +436,7 @@ class TestProgressAndCancel:
 
     @pytest.mark.parametrize("rule", ["mean", "krum"])
     def test_cancel(self, out, rule):
-        """An event stops it; nothing of it is left, and the contributions are as they were."""
+        """An event stops it; no file is left, and the contributions are unchanged."""
         contributions = random_round(5, [((300_000,), torch.float32)], 0)
         event, threads = threading.Event(), threading.active_count()
         calls = []
@@ -449,7 +453,7 @@ class TestProgressAndCancel:
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
     def test_callback_that_raises(self, out, error):
-        """Whatever comes out of a callback ends it just as cleanly."""
+        """Any exception of a callback ends it cleanly."""
 
         def progress(report):
             raise error
@@ -461,7 +465,7 @@ class TestProgressAndCancel:
         assert threading.active_count() == threads
 
     def test_threads_of_torch_are_as_before(self, out):
-        """Torch computes on one thread in each of ours, and on as many as before everywhere else."""
+        """Torch computes on one thread in each of our threads, and elsewhere the number of its threads is unchanged."""
         before = torch.get_num_threads()
         torch.set_num_threads(3)
         try:
@@ -477,10 +481,10 @@ class TestProgressAndCancel:
 
 
 class TestProvenance:
-    """The result says how it was made."""
+    """The result has a record of its origin."""
 
     def test_metadata_of_the_file(self, out):
-        """Rule, type, who took part with how much weight, who did not and why; next to the caller's own text."""
+        """Rule, type, the weight of each contributor, the reason for each skipped one, and the caller's own text."""
         contributions = {"a": ones(w=((2,), 1.0)), "b": ones(w=((2,), 2.0)), "c": ones(w=((3,), 2.0))}
         aggregation = Aggregation(params_type="DIFF", on_mismatch="skip")
         aggregation.run(contributions, out, weights={"a": 1, "b": 3, "c": 1}, metadata={"round": "7"})
@@ -529,13 +533,13 @@ class TestOutput:
         assert bits(result) == bits(aggregate(contributions, out.with_name("whole.safetensors")))
 
     def test_over_a_contribution(self, out):
-        """The result may take the place of a file that is being read."""
+        """The result may replace a file that is being read."""
         first = aggregate({"a": ones(w=((200_000,), 1.0))}, out)
         second = aggregate({"old": first, "new": ones(w=((200_000,), 3.0))}, out)
         assert second["w"][:2].tolist() == [2, 2]
 
     def test_failure_keeps_the_file_before(self, out):
-        """What was there stays until the new one is whole."""
+        """The old file stays until the new one is complete."""
         aggregate({"a": ones(w=((2,), 1.0))}, out)
         with pytest.raises(NonFiniteError):
             aggregate({"a": ones(w=((2,), math.nan))}, out, on_non_finite="error")
@@ -543,7 +547,7 @@ class TestOutput:
 
 
 class TestSettings:
-    """A mistake in a configuration is found when it is read."""
+    """An invalid configuration raises an error when it is read."""
 
     @pytest.mark.parametrize(
         ("settings", "message"),
@@ -559,12 +563,12 @@ class TestSettings:
         ],
     )
     def test_wrong(self, settings, message):
-        """Each says what is expected."""
+        """Each error names the expected type."""
         with pytest.raises(ValueError, match=message):
             Aggregation(**settings)
 
     def test_budget_too_small(self, out):
-        """The error says how much is needed, and with that it works."""
+        """The error contains the required memory, which is enough."""
         contributions = random_round(64, [((10_000,), torch.float32)], 0)
         with pytest.raises(MemoryBudgetError, match=r"at least ([\d.]+ KiB) are needed") as caught:
             aggregate(contributions, out, "median", memory_budget="64KiB")

@@ -4,10 +4,10 @@
 All blocks of a document share a directory, which is empty at first, and all its Python blocks one interpreter:
 
 - `console`: lines after `$ ` are commands (a `\\` at the end continues one), what follows is the output they must
-  have, stdout and stderr together. `...` stands for anything, and on a line of its own for any lines. A command must
-  succeed, unless `$ echo $?` is the next one.
+  have, stdout and stderr together. `...` matches any text, and on a separate line any lines. A command must succeed,
+  unless `$ echo $?` is the next one.
 - `bash`: a script without expected output, which must succeed.
-- `python`: must not raise. With `>>>` prompts it is a doctest, where `...` stands for anything.
+- `python`: must not raise. With `>>>` prompts it is a doctest, where `...` matches any text.
 - any language below `<!-- file: NAME -->`: is written to that file, for later blocks to use.
 - any language below `<!-- not run: REASON -->`: is left alone. There is no other way not to be run.
 """
@@ -26,7 +26,7 @@ from tests.documents.markdown import Block, blocks
 
 _TIMEOUT_SECONDS = 600
 
-# Runs the Python blocks of a document; reads one a line, and says after each how it went.
+# Runs the Python blocks of a document; reads one per line, and reports the result of each.
 _INTERPRETER = """
 import doctest, json, sys, traceback
 
@@ -51,7 +51,7 @@ for request in sys.stdin:
 
 
 class DocumentError(AssertionError):
-    """A document says something that is not so."""
+    """A statement of a document is wrong."""
 
 
 def run_document(path: Path, directory: Path) -> None:
@@ -147,7 +147,7 @@ def _commands(block: Block) -> list[tuple[str, str]]:
         if line.startswith("$ "):
             session.append(([line[2:]], []))
         elif not session:
-            raise DocumentError(f"{block.where}: a console block begins with a command, `$ ...`")
+            raise DocumentError(f"{block.where}: a console block must start with a command, `$ ...`")
         elif session[-1][0][-1].endswith("\\") and not session[-1][1]:
             session[-1][0].append(line.removeprefix("> "))
         else:
@@ -181,7 +181,7 @@ def _bash(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
 
 
 def _environment() -> dict[str, str]:
-    # The programs that are installed beside this interpreter are the ones the documents talk about.
+    # The documents refer to the programs that are installed next to this interpreter.
     kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "FORCE_COLOR")}
     return {
         **kept,

@@ -15,7 +15,7 @@ FENCE = "```"
 
 @pytest.fixture
 def run(tmp_path):
-    """Run a document given as text, where ''' stands for a fence; what it leaves behind is in the directory."""
+    """Run a document given as text, where ''' replaces a fence; its files are in the directory."""
 
     def run(text):
         document = tmp_path / "document.md"
@@ -144,7 +144,7 @@ WRONG = {
     "unknown command": ("$ nvflare-lzay inspect", "console", "exit code 127"),
     "second command": ("$ true\n$ echo one\n\n$ echo two\nthree", "console", "but printed"),
     "early exit": ("$ exit 0\n$ true", "console", "never ended"),
-    "no command": ("output\n$ true", "console", "begins with a command"),
+    "no command": ("output\n$ true", "console", "must start with a command"),
     "script": ("false\ntrue", "bash", "exit code 1"),
     "pipe in a script": ("false | true", "bash", "exit code 1"),
     "unset variable in a script": ("echo $nothing", "bash", "unbound variable"),
@@ -161,13 +161,13 @@ WRONG = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(run, name):
-    """What is right in each kind of block passes."""
+    """Correct blocks of each kind pass."""
     run(RIGHT[name])
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong(run, name):
-    """What is wrong in each kind of block fails, and the message says where and what."""
+    """Errors in blocks of each kind fail, and the message has the line and the cause."""
     text, language, message = WRONG[name]
     with pytest.raises(DocumentError) as caught:
         run(f"{FENCE}{language}\n{text}\n{FENCE}\n")
@@ -222,5 +222,5 @@ def test_open_block(tmp_path):
     ],
 )
 def test_matching(expected, output, match):
-    """`...` stands for any text in a line, and for any lines where it is a line; nothing else is special."""
+    """`...` matches any text in a line, and any lines where it is a line; nothing else is special."""
     assert matches(expected, output) is match

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A save is whole or has not happened: killed at any moment, interrupted, on a full disk, beside another save."""
+"""A save is atomic: killed at any moment, interrupted, on a full disk, or concurrent with another save."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def file_system(request, monkeypatch) -> None:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory) -> list[dict[str, Any]]:
-    """What was found after each moment at which a save was killed."""
+    """State that was found after each moment at which a save was killed."""
     program = [sys.executable, "-W", "ignore", "-m", "tests.formats.killed_saves", tmp_path_factory.mktemp("d") / "d"]
     output = subprocess.run(program, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2]).stdout
     return [json.loads(line) for line in output.splitlines()]
 
 
-# A file beside others of other names does not replace them.
+# A file and others with different names do not replace each other.
 PAIRS = [pair for pair in itertools.product(BEFORE, AFTER) if pair != ("plain files", "single")]
 
 
@@ -71,7 +71,7 @@ def test_killed_at_any_moment(killed: list[dict[str, Any]], before: str, after: 
 
     found = [result["directory"] for result in results]
     if before == "nothing":
-        # Before the first checkpoint is whole there is none, and opening says so.
+        # Until the first checkpoint is complete none exists, and opening raises that error.
         assert all(one == "new" or one.startswith(("UnknownFormatError", "MissingShardError")) for one in found)
     else:
         assert set(found) == {"old", "new"}
@@ -89,7 +89,7 @@ def test_killed_at_any_moment(killed: list[dict[str, Any]], before: str, after: 
 
 
 class Stop(BaseException):
-    """Not an Exception: stands in for KeyboardInterrupt, and is not taken for one by pytest."""
+    """Not an Exception: represents KeyboardInterrupt, and pytest does not treat it as one."""
 
 
 def stop_at(patch: pytest.MonkeyPatch, place: int, when: str) -> None:
@@ -190,11 +190,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("max_shard_size", [None, "256KiB"])
 def test_full_disk(small_disk: Path, file_system, max_shard_size: str | None) -> None:
-    """On a full disk a save says so, gives the space back, and the old checkpoint stays."""
+    """On a full disk a save raises that error and frees the space, and the old checkpoint stays."""
     save(TENSORS, small_disk / "model.safetensors")
     free = os.statvfs(small_disk).f_bfree
     large = {str(index): torch.zeros(1 << 15) for index in range(10)}
-    with pytest.raises(DiskFullError, match=r"no room for .*nothing was written: free some space") as caught:
+    with pytest.raises(DiskFullError, match=r"no space for .*nothing was written; free some space") as caught:
         save(large, small_disk / "model.safetensors", max_shard_size=max_shard_size)
     assert caught.value.errno == errno.ENOSPC
     assert isinstance(caught.value, OSError)
@@ -204,7 +204,7 @@ def test_full_disk(small_disk: Path, file_system, max_shard_size: str | None) ->
 
 
 def test_limit_on_the_size_of_a_file(tmp_path: Path) -> None:
-    """A limit of the system on the size of files is a full disk, too."""
+    """A limit of the system on the size of files is reported as a full disk."""
     program = (
         "import resource, sys, torch, nvflare_lazy\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
@@ -212,13 +212,13 @@ def test_limit_on_the_size_of_a_file(tmp_path: Path) -> None:
         "except nvflare_lazy.errors.DiskFullError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "m"], capture_output=True, text=True, check=True)
-    assert "no room for" in done.stdout
+    assert "no space for" in done.stdout
     assert files(tmp_path) == []
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
 def test_short_writes(tmp_path: Path, monkeypatch, file_system) -> None:
-    """Writes that come back short go on where they ended."""
+    """Short writes continue where they ended."""
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[: max(1, len(data) // 3)], offset))
     tensor = torch.randn(1000)
@@ -226,11 +226,11 @@ def test_short_writes(tmp_path: Path, monkeypatch, file_system) -> None:
     assert torch.equal(nvflare_lazy.open(tmp_path / "m")["a"].materialize(), tensor)
 
 
-# ---- beside others ---------------------------------------------------------------------------------------------
+# ---- concurrent saves ---------------------------------------------------------------------------------------------
 
 
 def test_two_saves_at_once(tmp_path: Path) -> None:
-    """Of saves to one place at the same time one wins, as a whole."""
+    """Of concurrent saves to one path, one wins completely."""
     start = threading.Barrier(4)
     failures: list[BaseException] = []
 
@@ -300,7 +300,7 @@ def test_directories_that_are_missing(tmp_path: Path) -> None:
 
 
 def test_atomic_file_by_itself(tmp_path: Path, file_system) -> None:
-    """The parts a file is written in, and what it answers once it is closed."""
+    """The parts in which a file is written, and its answers once it is closed."""
     with AtomicFile(tmp_path / "f") as file:
         file.write_at(b"cd", 2)
         file.write_at(b"ab", 0)
@@ -322,7 +322,7 @@ def test_atomic_file_by_itself(tmp_path: Path, file_system) -> None:
 def test_names_with_and_without_suffix_do_not_meet(
     tmp_path: Path, one: str, other: str, max_shard_size: int | None
 ) -> None:
-    """`model` and `model.safetensors` are two checkpoints, though their shards are called alike."""
+    """`model` and `model.safetensors` are two checkpoints, though their shards have the same names."""
     save(TENSORS, tmp_path / one, max_shard_size=40)
     for value in (2.0, 3.0):
         save({"x": torch.full((4,), value), **TENSORS}, tmp_path / other, max_shard_size=max_shard_size)
@@ -335,7 +335,7 @@ def test_names_with_and_without_suffix_do_not_meet(
 @pytest.mark.parametrize("max_shard_size", [None, 40])
 @pytest.mark.parametrize("kind", ["pipe", "directory", "link to itself"])
 def test_what_is_no_file_stays(tmp_path: Path, kind: str, max_shard_size: int | None) -> None:
-    """A save does not take the place of a pipe, a device, a directory or a broken link."""
+    """A save does not replace a pipe, a device, a directory or a broken link."""
     path = tmp_path / "model.safetensors"
     {"pipe": os.mkfifo, "directory": os.mkdir, "link to itself": lambda path: os.symlink(path.name, path)}[kind](path)
     before = os.lstat(path)
@@ -346,7 +346,7 @@ def test_what_is_no_file_stays(tmp_path: Path, kind: str, max_shard_size: int | 
 
 
 def test_what_cannot_be_removed_does_not_matter(tmp_path: Path, caplog) -> None:
-    """A save that has happened is no error, whatever is in the way of tidying up."""
+    """A completed save is not an error, even if its cleanup fails."""
     (tmp_path / "model-00001-of-00002.safetensors").mkdir()
     save(TENSORS, tmp_path / "model.safetensors")
     assert "Cannot remove" in caplog.text
@@ -364,7 +364,7 @@ def test_names_as_long_as_they_may_be(tmp_path: Path, file_system) -> None:
 
 
 def test_a_sharded_checkpoint_through_a_link(tmp_path: Path) -> None:
-    """It lies where the link leads, and opens by the name of the link."""
+    """It is stored where the link leads, and opens by the name of the link."""
     (tmp_path / "there").mkdir()
     (tmp_path / "link.safetensors").symlink_to("there/real.safetensors")
     save(TENSORS, tmp_path / "link.safetensors", max_shard_size=40)

@@ -79,7 +79,7 @@ def test_a_big_endian_array_keeps_its_values(tmp_path: Path) -> None:
 
 
 def test_golden_bytes(tmp_path: Path) -> None:
-    """The bytes of a file are what they have always been: wide types first, then names, the data aligned to eight."""
+    """The bytes of a file never change: wide types first, then names, the data aligned to eight."""
     tensors = {
         "b": torch.tensor([1, 2, 3], dtype=torch.uint8),
         "a": torch.tensor([[1.0, -2.0]]),
@@ -106,7 +106,7 @@ def test_order_of_arrival_does_not_matter(tmp_path: Path) -> None:
 
 
 def test_anything_that_is_a_tensor(tmp_path: Path) -> None:
-    """Lazy, strided, shared, gradient-tracking, NumPy, byte-swapped: all are saved as what they show."""
+    """Lazy, strided, shared, gradient-tracking, NumPy and byte-swapped values are saved as the elements they show."""
     base = torch.randn(40, 50)
     array = np.arange(60, dtype=np.int32).reshape(3, 4, 5)
     save({"stored": base}, tmp_path / "stored")
@@ -186,7 +186,7 @@ def test_saving_over_what_is_being_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 1000, (1 << 20) // 4 + 1, 3 * (1 << 20)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.float8_e4m3fn], ids=str)
 def test_casting(tmp_path: Path, dtype: torch.dtype, size: int) -> None:
-    """Casting while saving gives the bits of torch's own cast, over the edges of tiles too."""
+    """Casting while saving gives the bits of a cast by torch, even over the edges of tiles."""
     tensor = torch.randn(size)
     save({"lazy": LazyTensor.from_tensor(tensor), "np": tensor.numpy(), "memory": tensor}, tmp_path / "m", dtype=dtype)
     for loaded in load_file(tmp_path / "m").values():
@@ -194,7 +194,7 @@ def test_casting(tmp_path: Path, dtype: torch.dtype, size: int) -> None:
 
 
 def test_progress_and_result(tmp_path: Path) -> None:
-    """Progress adds up to the bytes of the tensors, and what is returned can be opened."""
+    """Progress adds up to the bytes of the tensors, and the returned path can be opened."""
     save({"a": torch.zeros(3 << 20), "b": torch.zeros(5)}, tmp_path / "m.safetensors")
     seen: list[int] = []
     path = save(nvflare_lazy.open(tmp_path / "m.safetensors"), tmp_path, progress=seen.append)
@@ -206,7 +206,7 @@ def test_progress_and_result(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["as it is", "cast", "transposed", "in a stream", "sharded"])
 def test_memory_of_a_save(tmp_path: Path, how: str) -> None:
-    """However large a lazy tensor is and whatever is done to it on its way, a save takes a few tiles of memory."""
+    """A save takes the memory of a few tiles, however large a lazy tensor is and whatever conversion it needs."""
     save({name: torch.zeros(4096, 4096) for name in ("warm", "up")}, tmp_path / "source.safetensors")
     tensors = nvflare_lazy.open(tmp_path / "source.safetensors")
     options: dict[str, Any] = {"cast": {"dtype": torch.float64}, "sharded": {"max_shard_size": "64MiB"}}.get(how, {})
@@ -251,7 +251,7 @@ def sparse() -> torch.Tensor:
     ],
 )
 def test_what_cannot_be_saved(tmp_path: Path, tensors, options, error, message) -> None:
-    """What is no dense tensor of a type the format has is called by its name, and no file is made."""
+    """The error for an unsupported value, such as a sparse tensor, names it, and no file is written."""
     (tmp_path / "m.safetensors").write_bytes(b"old")
     with pytest.raises(error, match=message):
         save(tensors, tmp_path / "m.safetensors", **options)
@@ -301,7 +301,7 @@ def test_shards_are_the_same_in_any_order(tmp_path: Path) -> None:
 
 
 def test_splitting_into_shards() -> None:
-    """Shards are filled in the order of the file; what is too large has one to itself; nothing makes one empty."""
+    """Shards are filled in the order of the file. A tensor above the limit has its own shard, and no shard is empty."""
     sizes = {"a": 3, "b": 3, "c": 5, "d": 20, "e": 0, "f": 9, "g": 2}
     shards = split_into_shards([TensorMeta(name, "U8", (size,)) for name, size in sizes.items()], 10)
     assert [[meta.name for meta in shard] for shard in shards] == [["a", "b"], ["c"], ["d"], ["e", "f"], ["g"]]
@@ -333,7 +333,7 @@ def test_streaming_with_any_spelling_of_a_dtype(tmp_path: Path, monkeypatch, mak
         assert save_safetensors_streaming([("w", tensor)], "m.safetensors", meta) == "m.safetensors"
         assert torch.equal(load_file("m.safetensors")["w"], tensor)
     assert save_safetensors_streaming([("w", tensor)], "m", meta, rename=False) == "m.tmp"
-    with pytest.raises(MetadataMismatchError, match="came as BF16, promised as F16"):
+    with pytest.raises(MetadataMismatchError, match=r"expected F16 .* got BF16"):
         save_safetensors_streaming([("w", tensor)], "m.safetensors", [make(("w", "half", (2, 3)))])
 
 
@@ -345,7 +345,7 @@ def test_tables_of_dtypes() -> None:
 
 
 def test_streaming_without_the_last_rename(tmp_path: Path) -> None:
-    """With rename=False the whole file is beside its place, and the caller moves it there."""
+    """With rename=False the complete file is in the target's directory, and the caller moves it."""
     (tmp_path / "m").write_bytes(b"old")
     assert save_safetensors_streaming(STREAM, tmp_path / "m", META, rename=False) == str(tmp_path / "m.tmp")
     assert (tmp_path / "m").read_bytes() == b"old"
@@ -356,29 +356,29 @@ def test_streaming_without_the_last_rename(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stream", "error", "message"),
     [
-        ([], MetadataMismatchError, "'b' and the tensors after it never arrived"),
-        (STREAM[:1], MetadataMismatchError, "'a' and the tensors"),
-        ([*STREAM, ("c", torch.ones(1))], MetadataMismatchError, "'c' came after the last"),
-        ([*STREAM, STREAM[0]], MetadataMismatchError, "'b' came after the last"),
-        ([STREAM[1], STREAM[0]], MetadataMismatchError, "'a' came where 'b' was promised"),
-        ([("B", STREAM[0][1]), STREAM[1]], MetadataMismatchError, "'B' came where 'b'"),
+        ([], MetadataMismatchError, "tensor 'b' and those after it are missing"),
+        (STREAM[:1], MetadataMismatchError, "tensor 'a' and those after"),
+        ([*STREAM, ("c", torch.ones(1))], MetadataMismatchError, "unexpected tensor 'c' after the last"),
+        ([*STREAM, STREAM[0]], MetadataMismatchError, "unexpected tensor 'b' after the last"),
+        ([STREAM[1], STREAM[0]], MetadataMismatchError, "expected tensor 'b', got 'a'"),
+        ([("B", STREAM[0][1]), STREAM[1]], MetadataMismatchError, "expected tensor 'b', got 'B'"),
         (
             [("b", torch.ones(4)), STREAM[1]],
             MetadataMismatchError,
-            r"'b' came in the shape \[4\], promised as \[2, 2\]",
+            r"expected shape \[2, 2\] for 'b', got \[4\]",
         ),
         ([("b", torch.ones(2, 3)), STREAM[1]], MetadataMismatchError, r"\[2, 3\]"),
         (
             [("b", torch.ones(2, 2, dtype=torch.int32)), STREAM[1]],
             MetadataMismatchError,
-            "'b' came as I32, promised as F32",
+            "expected F32 for 'b', got I32",
         ),
         ([("b", torch.ones(2, 2).double()), STREAM[1]], MetadataMismatchError, "F64"),
     ],
 )
 @pytest.mark.parametrize("rename", [True, False])
 def test_broken_promises(tmp_path: Path, stream, error, message, rename) -> None:
-    """Short, surplus, renamed, reshaped and retyped streams end in an error that says which, and there is no file."""
+    """The error for a short, surplus, renamed, reshaped or retyped stream names the tensor, and no file is written."""
     with pytest.raises(error, match=message):
         save_safetensors_streaming(stream, tmp_path / "m", META, rename=rename)
     assert files(tmp_path) == []
@@ -389,7 +389,7 @@ def test_broken_promises(tmp_path: Path, stream, error, message, rename) -> None
     [
         ([TensorMeta("a", "F31", [1])], SafetensorsError, "has the dtype 'F31', which the format does not know"),
         ([TensorMeta("a", "F32", [-1])], SafetensorsError, "non-negative"),
-        ([TensorMeta("a", "F4", [1])], SafetensorsError, "inside of a byte"),
+        ([TensorMeta("a", "F4", [1])], SafetensorsError, "inside a byte"),
         ([META[0], META[0]], MetadataMismatchError, "twice"),
         ([TensorMeta("a", "F32", [1]), TensorMeta("a", "F16", [1])], MetadataMismatchError, "twice"),
     ],
@@ -429,7 +429,7 @@ def test_duplicate_names_are_not_a_mapping(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 def test_permissions_by_umask(tmp_path: Path, umask: int, mode: int) -> None:
-    """A file, its shards and its index may be read by whoever the umask lets read it."""
+    """A file, its shards and its index have the permissions of the umask."""
     before = os.umask(umask)
     try:
         save({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path, max_shard_size=4)
@@ -450,14 +450,14 @@ def test_permissions_by_umask(tmp_path: Path, umask: int, mode: int) -> None:
     ],
 )
 def test_mistakes_in_arguments(tmp_path: Path, tensors, options, error, message) -> None:
-    """Each is told as what it is, and there is no file."""
+    """Each error names the object, and no file is written."""
     with pytest.raises(error, match=message):
         save(tensors, tmp_path / "m.safetensors", **options)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_promises_from_a_generator(tmp_path: Path) -> None:
-    """What is promised may come from anything that can be gone through once."""
+    """Promised metadata may be any iterable that can be read once."""
     tensors = {"a": torch.ones(1), "b": torch.zeros(2)}
     meta = collect_state_dict_meta(tensors.items())
     save_safetensors_streaming(iter(tensors.items()), tmp_path / "m.safetensors", (promise for promise in meta))

@@ -176,7 +176,7 @@ def test_cleanup_process_that_is_stopped(root, monkeypatch):
 
 @pytest.fixture
 def fresh(monkeypatch) -> Iterator[_cleanup_process.CleanupProcess]:
-    """A cleanup process of its own, started by the next lease."""
+    """A separate cleanup process, started by the next lease."""
     process = _cleanup_process.CleanupProcess()
     monkeypatch.setattr("nvflare_lazy.scratch.job.cleanup_process", process)
     yield process
@@ -189,7 +189,7 @@ def test_system_that_refuses_another_process(root, fresh, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/no/python")
     with JobScratch.open(root, job="job", min_free=0) as job:
         assert job.download().new_file().pwrite(b"abc", 0) == 3
-    assert "cannot start a process that removes scratch after a signal: " in caplog.text
+    assert "Cannot start a process that removes scratch after a signal: " in caplog.text
     assert names(root) == []
 
 

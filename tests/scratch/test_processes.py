@@ -43,13 +43,13 @@ def test_killed_owner_is_reclaimed_at_the_next_start(start_child, root, how, cap
     assert [report.alive for report in list_scratch(root)] == [False]
     caplog.set_level("INFO")
     with JobScratch.open(root, job="next", min_free=0):
-        assert f"reclaimed {path} (1000 B) of process {child.pid} on " in caplog.text
+        assert f"Reclaimed {path} (1000 B) of process {child.pid} on " in caplog.text
         assert "job 'job 0'" in caplog.text
         assert not os.path.exists(path)
 
 
 def test_living_owner_is_not_touched(start_child, root):
-    """Other processes start, reclaim and end; the one that lives goes on writing."""
+    """Other processes start, reclaim and end, while one process continues writing."""
     child = start_child(OWNER, root, 1)
     path = child.says()
     JobScratch.open(root, job="next", min_free=0).release()

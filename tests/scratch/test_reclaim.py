@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What dead owners left is taken away; what living ones have is not touched, whatever the records look like."""
+"""Directories of ended owners are removed; those of running owners are not touched, whatever their records contain."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def no_locks(monkeypatch):
 
 
 def test_dead_owner(root, leave_behind, caplog):
-    """A dead owner's directory and lease go when the next job opens its scratch, which says so."""
+    """The directory and lease of an ended owner are removed when the next job opens its scratch, which logs it."""
     caplog.set_level("INFO")
     lost = leave_behind()
     with JobScratch.open(root, job="job", min_free=0) as job:
         assert names(root) == sorted([job.path.name, f"{job.path.name}.lease"])
-    assert f"reclaimed {lost} (1000 B) of process {os.getpid()} on" in caplog.text
+    assert f"Reclaimed {lost} (1000 B) of process {os.getpid()} on" in caplog.text
 
 
 def test_pid_that_is_used_again(leave_behind, root):
-    """A record with the pid of a running process, this one, that started at another time is a dead one's."""
+    """A record with the pid of a running process, this one, but another start time belongs to an ended process."""
     start = process_start_time(os.getpid())
     assert start is not None
     lost = leave_behind(started=start - 1)
@@ -53,7 +53,7 @@ def test_process_that_runs_is_believed(leave_behind, root):
 
 
 def test_zombie_is_dead(root, leave_behind, start_child):
-    """A killed process that nobody has waited for still has its number, and nothing else."""
+    """A killed process whose parent has not waited for it still has its number, and nothing else."""
     child = start_child("import time; print(flush=True); time.sleep(100)")
     child.says()
     leave_behind(pid=child.pid, started=process_start_time(child.pid))
@@ -81,7 +81,7 @@ def test_zombie_is_dead(root, leave_behind, start_child):
     ids=lambda value: ", ".join(value) or "this host" if isinstance(value, dict) else None,
 )
 def test_who_is_dead(request, root, leave_behind, changes, locks, alive, told):
-    """The lock proves it, or else the record; what neither can tell is left until somebody says so."""
+    """The lock proves it, or else the record; if neither is conclusive, the directory stays until a user removes it."""
     lost = leave_behind(**changes)
     if not locks:
         request.getfixturevalue("no_locks")
@@ -95,7 +95,7 @@ def test_who_is_dead(request, root, leave_behind, changes, locks, alive, told):
 
 
 def test_host_without_names_for_its_boots(root, leave_behind, monkeypatch):
-    """Where the system names neither boots nor namespaces, as on macOS, the host name takes their place."""
+    """Where the system names neither boots nor namespaces, as on macOS, the host name is used instead."""
     monkeypatch.setattr("nvflare_lazy.scratch._lease.boot_id", lambda: "")
     record = OwnerRecord.for_this_process("job")
     assert record.status() is OwnerStatus.ALIVE
@@ -105,7 +105,7 @@ def test_host_without_names_for_its_boots(root, leave_behind, monkeypatch):
 
 @pytest.mark.parametrize("written", [b"", b"{", b'{"pid": 1}', b"[]", b"\xff" * 100, b'{"pid":' * 10000])
 def test_record_that_is_not_whole(root, leave_behind, written):
-    """A lease cut short by a crash belongs to nobody, for its owner would hold its lock."""
+    """A truncated lease has no owner, because an owner would hold its lock."""
     leave_behind().with_suffix(".lease").write_bytes(written)
     assert [one.owner for one in reclaim(root)] == ["an unknown owner"]
     assert names(root) == []
@@ -153,7 +153,7 @@ def test_nothing_else_is_touched(root, leave_behind, tmp_path):
 
 
 def test_living_owner_whose_lease_file_was_deleted(root):
-    """The lock on the directory itself still says that somebody is there."""
+    """The lock on the directory still shows that the owner is running."""
     with JobScratch.open(root, job="job", min_free=0) as job:
         file = job.download().new_file()
         job.path.with_suffix(".lease").unlink()
@@ -165,7 +165,7 @@ def test_living_owner_whose_lease_file_was_deleted(root):
 
 
 def test_lease_taken_for_an_abandoned_one(root, monkeypatch):
-    """Whoever reclaims between the making of a lease file and its locking takes that one; the maker makes another."""
+    """Another process may reclaim a lease file between its creation and its locking; the maker makes another."""
     taken = []
     really_lock = _lease.try_lock
 
@@ -223,7 +223,7 @@ def test_one_that_cannot_be_reclaimed(root, leave_behind, monkeypatch, caplog):
     monkeypatch.setattr(os, "rmdir", resist)
     with JobScratch.open(root, job="job", min_free=0):
         assert [lease.path.name for lease in list_scratch(root) if not lease.alive] == ["job-" + "0" * 16]
-    assert "cannot reclaim" in caplog.text
+    assert "Cannot reclaim" in caplog.text
 
 
 def test_jobs_open_while_others_reclaim(root):

@@ -129,7 +129,7 @@ def test_mounted_file_system(root, leave_behind, tmp_path, caplog, bind):
         (lost / "download" / "below" / "mounted" / "file").write_text("keep")
         assert [lease.nbytes for lease in list_scratch(root)] == [1000]
         assert reclaim(root) == []
-        assert "cannot reclaim" in caplog.text
+        assert "Cannot reclaim" in caplog.text
         (kept,) = lost.rglob("file")
         assert kept.read_text() == "keep"
         assert not list(lost.rglob("*.safetensors"))
@@ -154,4 +154,4 @@ def test_unremovable_entry_does_not_keep_the_others(root, leave_behind, monkeypa
     monkeypatch.setattr(os, "unlink", resist)
     with JobScratch.open(root, job="job", min_free=0):
         assert names(lost) == ["immutable"]
-    assert "cannot reclaim" in caplog.text
+    assert "Cannot reclaim" in caplog.text

@@ -32,7 +32,7 @@ ALL_DTYPES = [row.torch for row in dtypes.ELEMENT_TYPES if row.torch is not None
 X = random(torch.float32, 6, 8).nan_to_num() % 7 + 1
 Y = torch.arange(48, dtype=torch.float32).reshape(6, 8) + 1
 
-# Each is called with (X, Y) and then with one or both of them lazy.
+# Each function runs with (X, Y) and then with one or both of them lazy.
 USES = {
     "add": lambda x, y: x + y,
     "radd": lambda x, y: 2 + x,
@@ -143,7 +143,7 @@ def setitem(target, key, value):
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
 @pytest.mark.parametrize("use", USES)
 def test_gives_what_the_loaded_tensor_gives(use):
-    """Every use in the table: the same values, dtypes, shapes and types as without laziness, also in inference mode."""
+    """Every use in the table: the same values, dtypes, shapes and types as for ordinary tensors, in any mode."""
     modes = [nullcontext] if use in ("grad transform", "vmap") else [nullcontext, torch.inference_mode]
     x, y = lazy(X), lazy(Y)
     for mode in modes:
@@ -169,7 +169,7 @@ def test_torch_tensor_copies():
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 def test_every_dtype_loads(dtype):
-    """All dtypes of the formats, 0-d and empty tensors included, materialize, clone, copy, view and save."""
+    """Tensors of all dtypes of the formats, 0-d and empty ones included, load, clone, copy, view and save."""
     for shape in ((), (1,), (0,), (3, 0, 2), (4, 6)):
         tensor = random(dtype, *shape)
         made = lazy(tensor)
@@ -271,7 +271,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_raise(write):
-    """Every way to write in place, through views and copies too, raises and says what to do; nothing is changed."""
+    """Every way to write in place, even through views and copies, raises an error with a remedy and changes nothing."""
     made = lazy(X)
     with pytest.raises(ImmutableTensorError, match=r"call materialize\(\)"):
         WRITES[write](made)
@@ -287,7 +287,7 @@ def test_numpy_view_is_read_only():
     with pytest.raises(ValueError, match="read-only"):
         np.asarray(lazy(X)).sort()
     np.array(lazy(X))[0] = 1
-    with pytest.raises(ValueError, match="copy is needed"):
+    with pytest.raises(ValueError, match="allow a copy"):
         np.asarray(lazy(X), copy=False)
 
 
@@ -309,9 +309,9 @@ def test_assigning_a_lazy_tensor_to_data_is_refused():
     linear.weight.sum()
 
 
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch says so once, to whom it may
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch warns a single time per process
 def test_raw_pointers_keep_their_data():
-    """`data_ptr` stays valid, is the same for views of one storage, and what is written through it is seen."""
+    """`data_ptr` stays valid, is the same for views of one storage, and shows writes through the pointer."""
     made = lazy(X)
     address = made.data_ptr()
     trash = [torch.full((6, 8), 9.0) for _ in range(100)]
@@ -357,7 +357,7 @@ def test_parameter():
 
 
 def test_autograd_through_a_lazy_input():
-    """Gradients of and through lazy tensors are those of the loaded tensors."""
+    """Gradients of and through lazy tensors equal the gradients of loaded tensors."""
     results = []
     for x in (lazy(X).requires_grad_(), X.clone().requires_grad_()):
         weight = torch.ones(8, 3, requires_grad=True)
@@ -391,7 +391,7 @@ def test_load_state_dict_holds_one_tensor_at_a_time(tmp_path, rss_anon):
 
 
 def test_reads_tiles():
-    """`read_into` fills a buffer with any run of elements, also of a view, without loading the tensor."""
+    """`read_into` fills a buffer with any run of elements, even of a view, without loading the tensor."""
     for tensor, expected in ((lazy(X), X), (lazy(X).T, X.T), (lazy(X)[:, 1::2], X[:, 1::2])):
         flat = expected.reshape(-1)
         tile = np.zeros(5, np.float32)

@@ -137,7 +137,7 @@ def weighted_sum(make):
     return total
 
 
-# Each is called with a function that copies tensors, and with one that makes them lazy.
+# Each function runs with a converter that copies tensors, and with one that makes them lazy.
 USES = {
     "forward": lambda make: with_state(make)(X),
     "backward": lambda make: (m := with_state(make), m(X).sum().backward(), gradients_of(*m.parameters()))[2],
@@ -284,7 +284,7 @@ def assigned(make):
     return target, parameter.detach()
 
 
-@pytest.mark.filterwarnings("ignore")  # deprecations and experiments of torch's own
+@pytest.mark.filterwarnings("ignore")  # deprecations and experiments in torch itself
 @pytest.mark.parametrize("use", USES)
 def test_gives_what_it_gives_for_ordinary_tensors(use):
     """Each use: the same as with ordinary tensors."""
@@ -382,7 +382,7 @@ def summed_in_place():
 
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_raise(write):
-    """What would write to a lazy parameter, buffer, gradient or sum says so."""
+    """Writing to a lazy parameter, buffer, gradient or sum raises an error with that reason."""
     with pytest.raises((ImmutableTensorError, RuntimeError), match=r"call materialize\(\)"):
         WRITES[write]()
 
@@ -449,7 +449,7 @@ def test_numpy_of_the_world():
     ],
 )
 def test_modules_are_moved_and_converted(change):
-    """A module of lazy parameters becomes what one of ordinary ones does, also where nothing is to be changed."""
+    """A conversion, even a no-op, changes a module of lazy parameters as it changes one of ordinary parameters."""
     ordinary = change(with_state(copied, seeded(nn.Conv2d, 3, 4, 3))).state_dict()
     made = change(with_state(lazy, seeded(nn.Conv2d, 3, 4, 3))).state_dict()
     assert {name: tensor.stride() for name, tensor in made.items()} == {n: t.stride() for n, t in ordinary.items()}
@@ -491,7 +491,7 @@ def test_traced_functions(load):
 
 
 def test_functionalization():
-    """Loading works where torch functionalizes what is done."""
+    """Loading works where torch functionalizes operations."""
     made = lazy(X)
     torch._enable_functionalization(reapply_views=True)
     try:
@@ -556,10 +556,10 @@ def test_a_storage_that_is_moved(move):
 
 
 def test_a_storage_that_is_made_smaller():
-    """What is not there any more is not read."""
+    """A released source is not read."""
     made = lazy(X)
     made.untyped_storage().resize_(8)
-    with pytest.raises(SourceError, match="8 bytes are left of a storage of 48"):
+    with pytest.raises(SourceError, match="resized from 48 to 8 bytes"):
         made.sum()
 
 
@@ -595,7 +595,7 @@ def test_ordinary_use_does_not_import_distributed_tensors():
 
 
 def test_loading_a_state_dict_is_a_write():
-    """Autograd finds out that a parameter was changed between a computation and its derivative."""
+    """Autograd detects that a parameter was changed between a computation and its derivative."""
     parameter = torch.nn.Parameter(X.clone())
     squares = (parameter * parameter).sum()
     with torch.no_grad():

@@ -87,7 +87,7 @@ class AdaptationOptions:
     Args:
         offload: Arguments of `TensorOffload`.
         persistor: Arguments of `LazyModelPersistor` that NVFlare's persistor lacks.
-        install_in_trainers: Whether trainers in processes of their own run after `install()`.
+        install_in_trainers: Whether external trainers run after `install()`.
     """
 
     offload: Mapping[str, Any] = field(default_factory=dict)
@@ -211,7 +211,7 @@ def adapt_configs(configs: Sequence[SiteConfig], level: int, options: Adaptation
             side.receive_on_disk()
     if options.install_in_trainers and sum(side.install_in_trainers() for side in sides) == 0:
         raise JobAdaptationError(
-            "install_in_trainers requires executors that start the training script in a process of its own; for any "
+            "install_in_trainers requires executors that start the training script in a separate process; for any "
             "other, call nvflare_lazy.install() in the script"
         )
     for side in sides:

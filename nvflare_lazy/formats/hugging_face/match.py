@@ -52,7 +52,7 @@ def match_model_directory(result: LazyTensorDict, base: ModelDirectory) -> LazyT
 
 
 def _match(result: LazyTensorDict, base: ModelDirectory, renamed: Mapping[str, str]) -> LazyTensorDict:
-    """Match names with those of a directory and with those of its model that are renamed."""
+    """Match names with the names of a directory and of its model that are renamed."""
     where = str(base.path)
     entries: Mapping[str, TensorEntry] = result.entries
     of_base_model: Mapping[str, TensorEntry] = {}
@@ -78,7 +78,7 @@ def _match(result: LazyTensorDict, base: ModelDirectory, renamed: Mapping[str, s
     missing = [name for name in initial if name not in found]
     if missing or others:
         raise ModelDirectoryError(
-            f"the tensors of the result are not those of {where}: missing {examples(missing)}; "
+            f"the tensors of the result do not match {where}: missing {examples(missing)}; "
             f"unexpected {examples(others)}"
         )
     for name, entry in initial.items():

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _ONLY_TENSOR_NAME = "tensor"
 _ONLY_VALUE_KEY = "value"
 _MAX_DEPTH = 64
-# Bytes that an item takes while its container is taken apart, what an item of the whole checkpoint takes with its name,
-# and what a tensor takes with its name in several dictionaries.
+# Bytes that an item takes while its container is taken apart, bytes of an item of the whole checkpoint with its name,
+# and bytes of a tensor with its name in several dictionaries.
 _ITEM_BYTES, _EXTRA_BYTES, _NAMED_BYTES = 48, 200, 320
 
 TensorRecord = TensorView | StorageRef | UnsupportedTensor
@@ -81,7 +81,7 @@ class CheckpointTree:
         """Collect the tensors of a container; return what else is in it, or `_NOTHING`."""
         if depth > _MAX_DEPTH:
             raise PyTorchCheckpointError(
-                f"{self._path}: the checkpoint holds itself, or parts of itself without end; save the state dict alone"
+                f"{self._path}: the checkpoint is nested too deeply, or contains itself; save the state dict alone"
             )
         keys: list[object] = []
         rest: list[object] = []
@@ -257,7 +257,7 @@ class EntryBuilder:
         except UnsupportedDtypeError:
             element_type = dtypes.by_torch(torch.uint8)
         error = UnsupportedTensorError(
-            f"{quoted(name)} in {self._data.path} is {kind}, which cannot be read without loading it: "
+            f"{quoted(name)} in {self._data.path} is {kind}, which cannot be read without loading it; "
             "load the checkpoint with torch.load and save it as an ordinary tensor"
         )
         return TensorEntry(

@@ -140,7 +140,7 @@ class OpaqueObject:
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Function:
-    """The meaning of a name that may be called: a function of this module. Nothing else is ever called."""
+    """The meaning of an allowed name: a function of this module. Nothing else is ever called."""
 
     name: str
     run: Callable[..., object]
@@ -160,10 +160,10 @@ def unpickle(stream: PickleStream, load_id: Callable[[object], object]) -> objec
         return _Unpickler(stream, load_id).run()
     except (NVFlareLazyError, MemoryError):
         raise
-    except Exception as error:  # of any kind: functions are called with values of the file
+    except Exception as error:  # of any kind: functions run with values of the file
         what = "too few values" if isinstance(error, IndexError) else str(error)[:200]
         raise PyTorchCheckpointError(
-            f"{stream.path}: the pickle makes no sense ({what}): the file is damaged, or holds more than a state dict"
+            f"{stream.path}: invalid pickle ({what}); the file is damaged, or contains more than a state dict"
         ) from None
 
 
@@ -228,7 +228,7 @@ class _Unpickler(PickleMachine):
         for key in keys:
             if _is_plain_key(key):
                 continue
-            # Tuples that collide are easily made; so many of them cost less than a second.
+            # Tuples that collide are easily made; this number of them costs less than a second.
             self._tuple_keys += 1
             if self._tuple_keys > _MAX_TUPLE_KEYS or not _is_short_tuple(key):
                 raise ValueError(
@@ -292,7 +292,7 @@ def refuse(path: str, dotted: str) -> NoReturn:
     elif dotted.startswith("torch.distributed."):
         what = "so it has tensors that are spread over processes, which have to be gathered before they are saved"
     raise ForbiddenGlobalError(
-        f"{path} names {shown}, {what}. Nothing of it was run. If you trust where it comes from, load it with "
+        f"{path} names {shown}, {what}. No code of it was run. If you trust where it comes from, load it with "
         "torch.load(..., weights_only=False) where it can do no harm, and save the state dict alone, "
         "with torch.save or as safetensors"
     )

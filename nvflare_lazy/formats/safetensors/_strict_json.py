@@ -145,9 +145,7 @@ class JsonCursor:
 
     def fault(self, what: str) -> SafetensorsError:
         """Return the error for text that is not valid at this position."""
-        return SafetensorsError(
-            "header-json", f"{self._where}: not the JSON it should be, at byte {self.position}: {what}"
-        )
+        return SafetensorsError("header-json", f"{self._where}: invalid JSON at byte {self.position}: {what}")
 
     def _peek(self) -> str:
         match = _TOKEN.match(self._text, self.position)

@@ -45,10 +45,10 @@ def visit(offer: wire.RendezvousOffer, remote: RemotePayload) -> VisitedRendezvo
     try:
         visited = remote.runtime.scratch.visit(offer.lease)
     except ScratchError as error:
-        logger.debug("no handoff from %s: %s", remote.from_fqcn, error)
+        logger.debug("No handoff from %s: %s", remote.from_fqcn, error)
         return None
     if visited is None:
-        logger.debug("no handoff from %s: it uses another scratch root", remote.from_fqcn)
+        logger.debug("No handoff from %s: it uses another scratch root", remote.from_fqcn)
     return visited
 
 
@@ -71,7 +71,7 @@ class FileDownload:
 
         Raises:
             ProtocolError: If the list of tensors is invalid, or larger than the message may be.
-            TransferAbortedError: If the download was called off.
+            TransferAbortedError: If the download was cancelled.
         """
         visited = visit(offer, self._remote)
         if visited is None:

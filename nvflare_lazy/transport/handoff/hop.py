@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Hop`: what a client job takes itself, between the server and a trainer in a process of its own, to hand it on.
+"""`Hop`: the payloads that a client job between the server and an external trainer takes itself, to hand them on.
 
 NVFlare lets tensors pass through the client job as references, and trainer and server download from each other. If the
 trainer takes and gives files, the client job takes the trainer's result as files and sends it to the server from there:
-the trainer need not wait for the server, and a result that was lost on the way is sent again. From then on, it also
+the trainer need not wait for the server, and a result that was lost on the way is sent again. Afterwards, it also
 receives the tasks, and hands them to the trainer as files. Everything else passes through as references.
 """
 
@@ -103,7 +103,7 @@ class Hop:
         A result that is too small for files is received in segments.
 
         Raises:
-            TransferError: If the trainer does not answer any more.
+            TransferError: If the trainer no longer answers.
         """
         started = time.monotonic()
         try:
@@ -117,12 +117,13 @@ class Hop:
             consumer.discard()
             raise
         except (NVFlareLazyError, OSError) as error:
-            logger.info("Passing a reference to the result of %s on: %s", remote.from_fqcn, error)
+            logger.info("Forwarding a reference to the result of %s: %s", remote.from_fqcn, error)
             end = None
         if end is None:
             consumer.discard()
             self._result_nbytes = 0
-            # Raises if the trainer is gone: NVFlare then fails its task, instead of waiting for a result of the dead.
+            # Raises if the trainer is gone: NVFlare then fails its task, instead of waiting for a result of an ended
+            # process.
             _first_state(remote)
             return False
         if consumer.way == Handoff.description:
@@ -149,7 +150,7 @@ def _receive(consumer: PayloadConsumer, state: dict[str, Any]) -> dict[str, Any]
 
 
 def _first_state(remote: RemotePayload) -> dict[str, Any]:
-    """Return what the sender says first, in the state of NVFlare's download; it is not an obligation to go on."""
+    """Return the first answer of the sender, in the state of the download; the download need not be continued."""
     reply = request_download_chunk(
         remote.from_fqcn,
         remote.ref_id,

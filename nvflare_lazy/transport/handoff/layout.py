@@ -75,7 +75,7 @@ class Layout:
         return self._finished.wait(seconds)
 
     def release(self) -> None:
-        """Take the files back; a copy that is being written is stopped. May be called more than once."""
+        """Take the files back; a copy that is being written is stopped. Repeated calls are allowed."""
         with self._lock:
             self._released = True
             ids, self._ids = self._ids, []
@@ -89,7 +89,7 @@ class Layout:
             self.files = self._lay_out(payload)
         except (NVFlareLazyError, OSError) as error:
             if self._released:
-                logger.debug("stopped a handoff: the payload was released")
+                logger.debug("Stopped a handoff: the payload was released")
             else:
                 logger.info("Sending %s in segments, not by handoff: %s", format_size(payload.manifest.nbytes), error)
         finally:
@@ -129,7 +129,7 @@ class Layout:
             except ScratchReleasedError:
                 raise
             except ScratchError as error:  # on another file system, or with too many links
-                logger.debug("copying %s: %s", file.path, error)
+                logger.debug("Copying %s: %s", file.path, error)
             else:
                 places.update((item.offset, (len(shown) - 1, at)) for item, at in inside)
         return shown, places

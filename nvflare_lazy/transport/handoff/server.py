@@ -60,7 +60,7 @@ class HandoffServer:
         try:
             rendezvous = runtime.scratch.rendezvous()
         except (ScratchError, OSError) as error:
-            logger.debug("offering no handoff: %s", error)
+            logger.debug("Offering no handoff: %s", error)
             return {}
         served.rendezvous = rendezvous
         nonce = secrets.token_hex(_NONCE_BYTES)
@@ -74,10 +74,10 @@ class HandoffServer:
             return wire.none_to_fields()
         expected = served.rendezvous.proof(wire.proof_text(served.sender, receiver, ref_id))
         if not hmac.compare_digest(expected, proof):
-            logger.info("ignored a request of %s for files, with an invalid proof", receiver)
+            logger.info("Ignored a request of %s for files, with an invalid proof", receiver)
             return wire.none_to_fields()
         with self._lock:
-            if self._served.get(ref_id) is not served:  # withdrawn meanwhile
+            if self._served.get(ref_id) is not served:  # withdrawn in the meantime
                 return wire.none_to_fields()
             if served.layout is None:
                 served.layout = Layout(payload, runtime.scratch, served.rendezvous, self._copies)

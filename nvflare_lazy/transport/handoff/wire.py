@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The messages of a handoff: the sender's rendezvous directory, the receiver's proof, and the files and runs of bytes.
 
-The messages are keys in the state of NVFlare's download protocol, next to the offer of segments; a release without
-handoffs ignores them. Everything received is untrusted input; an invalid reply ends the handoff, not the download.
+The messages are keys in the state that NVFlare's downloads carry, next to the offer of segments; releases without
+handoffs ignore them. Everything received is untrusted input; an invalid reply ends the handoff, not the download.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 #: Smaller payloads travel in a few segments, which takes less time than a proof and a reply.
 MIN_BYTES = 4 << 20
 MAX_RUNS = 4096
-# What files may have in addition to a payload's bytes: their headers. Those of tensors that arrived one by one have
-# room for further entries.
+# What files may have in addition to a payload's bytes: their headers. Files of tensors that arrived one by one have
+# space for further entries.
 _HEADER_ROOM = 5 << 20
 _HEADER_BYTES_PER_TENSOR = 1000
 _MAX_NBYTES = 1 << 62
@@ -138,7 +138,7 @@ class Files:
             if not 0 <= run.file < len(self.files):
                 raise ProtocolError(f"a run is in file {run.file} of {len(self.files)}")
             if run.at < 0 or run.at + run.nbytes > self.files[run.file].nbytes:
-                raise ProtocolError(f"a run is outside of its file: {run.nbytes} bytes at {run.at}")
+                raise ProtocolError(f"a run is outside its file: {run.nbytes} bytes at {run.at}")
             end += run.nbytes
         if end != manifest.nbytes:
             raise ProtocolError(f"the runs end at byte {end} of {manifest.nbytes}")

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 VERSION = 1
 _MAX_BYTES = 64 << 20
 _MAX_NAME_BYTES = 4096
-# Bytes of a record without its name, some of which are those of structured NumPy types.
+# Bytes of a record without its name, which may include the fields of a structured NumPy type.
 _USUAL_RECORD_BYTES = 128
 _EXTRA_BYTES = 64 << 10
 # Memory that decoding and the headers of the files take, measured: up to 300 bytes for an item, 400 for its entry in a
-# header, and six times the name if JSON escapes all of it.
+# header, and six times the name if JSON escapes every character.
 _ITEM_COST = 1000
 _BYTE_COST = 8
 _READ_BYTES = 64 << 10
@@ -77,12 +77,12 @@ class Manifest:
         return {item.name: item for item in self.items}
 
     def stored(self) -> Iterator[ManifestItem]:
-        """Return the items that have bytes of their own."""
+        """Return the items that have data."""
         return (item for item in self.items if not item.alias)
 
 
 def lay_out(described: Iterable[tuple[str, Any, tuple[int, ...], int, object]]) -> Manifest:
-    """Lay tensors one after the other, given by name, dtype, shape, bytes, and a key of their bytes.
+    """Lay out tensors contiguously, given by name, dtype, shape and bytes, and a key of their bytes.
 
     The key is the same for tensors with the same bytes, or None if that is not known.
     """
@@ -148,7 +148,7 @@ class _Decoder:
     def __init__(self, data: bytes | bytearray | memoryview, backend: ArrayBackend, limits: PayloadLimits) -> None:
         self._backend = backend
         self._limits = limits
-        # Reads a little at a time: fed with all of it, it would make a copy.
+        # Reads in small parts: fed with the complete input, it would make a copy.
         self._unpacker = msgpack.Unpacker(
             _Reader(data),
             read_size=_READ_BYTES,
@@ -178,7 +178,7 @@ class _Decoder:
         for index in range(count):
             item = self._item(index, end)
             if item.name in names:
-                raise ProtocolError(f"two tensors are called {quoted(item.name)}")
+                raise ProtocolError(f"two tensors have the name {quoted(item.name)}")
             names.add(item.name)
             items.append(item)
             end = max(end, item.offset + item.nbytes)

@@ -36,7 +36,7 @@ _MAX_THREADS = 32
 _MAX_WAITING = 256
 # The same of all receivers, so that one which uses many names takes some megabytes and no more.
 _MAX_WAITING_OF_ALL = 16 << 10
-# How long a thread waits for a connection that is full. Those of slow lines are watched by a thread of their own.
+# How long a thread waits for a connection that is full. A separate thread watches the messages of slow lines.
 _PATIENCE_SECONDS = 0.25
 
 
@@ -82,7 +82,7 @@ class SegmentServer:
         try:
             request = protocol.Request.from_message(message)
         except ProtocolError as error:
-            logger.warning("ignored %s, from %s", error, requester)
+            logger.warning("Ignored %s, from %s", error, requester)
             return
         self.prove(requester, request.receipts)
         job = _Job(core, requester, bool(message.get_header(MessageHeaderKey.SECURE, False)), request)
@@ -125,7 +125,7 @@ class SegmentServer:
                 sent = self._answer(job)
                 _nvflare_private.hand_over(send.connection)
             except Exception:
-                logger.exception("cannot answer %s", job.requester)
+                logger.exception("Cannot answer %s", job.requester)
             finally:
                 self._budget.release(send)
                 if not sent:
@@ -167,7 +167,7 @@ class SegmentServer:
             except NVFlareLazyError as error:
                 return job.refuse(str(error))
             except Exception as error:
-                logger.exception("cannot read what %s asks for", job.requester)
+                logger.exception("Cannot read the data that %s requests", job.requester)
                 return job.refuse(f"{type(error).__name__}: {error}")
             if not job.send(data):
                 return False
@@ -199,7 +199,7 @@ def _read(payload: Payload, request: protocol.Request) -> bytearray | memoryview
 
 
 class _Job:
-    """One request, and the way back to its receiver; with the receipt of its answer, once that is to be sent."""
+    """One request, and the route to its receiver; with the receipt of its answer, once that is sent."""
 
     __slots__ = ("core", "receipt", "request", "requester", "secure")
 
@@ -223,11 +223,11 @@ class _Job:
         return not errors.get(self.requester)
 
     def refuse(self, reason: str) -> bool:
-        logger.info("refused a request of %s: %s", self.requester, reason)
+        logger.info("Refused a request of %s: %s", self.requester, reason)
         return self.send(None, reason)
 
 
-# Longer than the pauses between two segments of a transfer, and short enough that a process at rest has none.
+# Longer than the pauses between two segments of a transfer, and short enough that an idle process has no threads.
 _LINGER_SECONDS = 5.0
 
 
@@ -263,4 +263,4 @@ class SenderPool:
                     return
                 function, args = self._calls.popleft()
             function(*args)
-            del function, args  # what was sent is not held until the next call
+            del function, args  # the sent data is not held until the next call

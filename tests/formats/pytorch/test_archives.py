@@ -48,7 +48,7 @@ def rezipped(path, **options) -> None:
             archive.writestr(f"model/{name}", data)
 
 
-# ---- zip: what is allowed ----------------------------------------------------------------------------------------
+# ---- zip: valid archives ------------------------------------------------------------------------------------------
 
 
 def test_archive_of_another_writer(path):
@@ -72,7 +72,7 @@ def test_directories_and_comments_are_allowed(path):
 
 @pytest.mark.parametrize("name", ["archive.pt", "with space.pt", "日本.pt", "é.pt", "a.b.c.pt", "no ending"])
 def test_the_root_may_have_any_name(tmp_path, name):
-    """Everything is in a directory that is called as the file was."""
+    """Everything is in a directory that has the name of the file."""
     torch.save({"a": torch.arange(3)}, tmp_path / name)
     (tmp_path / name).rename(tmp_path / "renamed")
     assert open_pytorch(tmp_path / "renamed")["a"].tolist() == [0, 1, 2]
@@ -112,7 +112,7 @@ def test_little_endian_is_what_nothing_means(path):
     assert open_pytorch(path)["b"].tolist() == list(range(7))
 
 
-# ---- zip: what is not --------------------------------------------------------------------------------------------
+# ---- zip: invalid archives ----------------------------------------------------------------------------------------
 
 
 def test_compressed_records(path):
@@ -260,7 +260,7 @@ def patch_end64(data: bytearray, at: int, value: bytes) -> None:
     ],
 )
 def test_broken_directories(path, change, what):
-    """Each part of the directory that does not fit the others, and a file that was cut short."""
+    """Each part of the directory that contradicts another part, and a truncated file."""
     rewrite(path, change)
     with pytest.raises(ArchiveError, match=what):
         open_pytorch_without_sniffing(path)
@@ -303,7 +303,7 @@ def test_too_many_records(path, monkeypatch):
 
 
 def test_names_in_messages_are_harmless(path):
-    """What a file says reaches a terminal only as quoted text."""
+    """Text of a file reaches a terminal only as quoted text."""
     records = files.records_of(path)
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in (*records.items(), ("\x1b[2J" * 500, b"")):
@@ -335,7 +335,7 @@ def test_torchscript(tmp_path):
     ],
 )
 def test_other_zip_files(tmp_path, names, what):
-    """Many formats are zip files: what it is, or what is in it, is said."""
+    """Many formats are zip files: the error names the format or the contents."""
     with zipfile.ZipFile(tmp_path / "other", "w") as archive:
         for name in names:
             archive.writestr(name, b"x")
@@ -354,14 +354,14 @@ def test_other_zip_files(tmp_path, names, what):
     ],
 )
 def test_records_about_the_file(path, record, value, what):
-    """A version or byte order that nobody knows."""
+    """An unknown version or byte order."""
     files.write_records(path, files.records_of(path) | {record: value})
     with pytest.raises(ArchiveError, match=what):
         open_pytorch(path)
 
 
 def test_missing_version(path):
-    """Torch wants the version, and so it is here."""
+    """Torch requires the version, and so does this package."""
     records = files.records_of(path)
     with zipfile.ZipFile(path, "w") as archive:
         for name in records.keys() - {"version"}:
@@ -484,7 +484,7 @@ def tar_members(path) -> dict[str, bytes]:
 
 
 def test_tar_cut_short_anywhere(tar):
-    """However much is missing of what matters, it is an error at opening."""
+    """However many required records are missing, opening raises an error."""
     data = tar.read_bytes()
     end = data.index(tar_members(tar)["storages"]) + len(tar_members(tar)["storages"])
     for length in range(0, end, 37):
@@ -515,14 +515,14 @@ def test_tar_cut_short_anywhere(tar):
     ],
 )
 def test_forged_tar_members(tar, change, error, what):
-    """Links, holes and headers that say something else than the archive."""
+    """Links, holes and headers that contradict the archive."""
     files.write_tar(tar, tar_members(tar), change)
     with pytest.raises(error, match=what):
         open_pytorch(tar)
 
 
 def test_endless_tar(tar):
-    """Archives of very many members are no checkpoints; their headers are not walked to the end."""
+    """Archives with very many members are not checkpoints; their headers are not read to the end."""
     files.write_tar(tar, {str(index): b"" for index in range(100)})
     with pytest.raises(ArchiveError, match="too many"):
         open_pytorch(tar)
@@ -564,7 +564,7 @@ def test_tar_references_to_nothing(tar, persistent):
     members = tar_members(tar)
     members["pickle"] = b"\x80\x02" + pickle.dumps(persistent, 2)[2:-1] + b"Q."
     files.write_tar(tar, members)
-    with pytest.raises(PyTorchCheckpointError, match="makes no sense"):
+    with pytest.raises(PyTorchCheckpointError, match="invalid pickle"):
         open_pytorch(tar)
 
 
@@ -601,7 +601,7 @@ def test_sniffs_legacy_files_of_any_protocol(tmp_path, protocol):
     ],
 )
 def test_sniffs_nothing_else(tmp_path, head):
-    """What is no checkpoint of torch is none; opening it says so."""
+    """Opening a file that is not a checkpoint of torch raises an error with the reason."""
     assert sniff_pytorch(head) is None
     (tmp_path / "file").write_bytes(head)
     with pytest.raises(ArchiveError, match="does not start like"):

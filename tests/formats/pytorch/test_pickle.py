@@ -74,7 +74,7 @@ def path(tmp_path_factory):
 
 @given(value=VALUES, protocol=st.integers(1, 5), optimized=st.booleans())
 def test_reads_plain_data_like_python(path, value, protocol, optimized):
-    """Whatever Python's pickler writes of plain data comes out equal, and of the same types."""
+    """All plain data that Python's pickler writes is read as equal objects of the same types."""
     data = pickle.dumps(value, protocol)
     if optimized:
         data = pickletools.optimize(data)
@@ -106,9 +106,9 @@ def test_every_opcode_is_decided_on():
 
 
 def test_torch_has_not_changed():
-    """What is used of torch's private unpickler is its table of names.
+    """The reader uses one table of private code in torch: its names.
 
-    If this fails, torch has changed: read what differs from torch 2.13, above all what is new in that table.
+    If this fails, torch has changed: read the differences from torch 2.13, above all new names in that table.
     """
     from torch import _weights_only_unpickler as weights_only
 
@@ -175,10 +175,10 @@ def test_refused_opcodes(path, name):
         (b"1.", "no checkpoint needs"),
         (b"h\x01.", "never given"),
         (b"g1\n.", "never given"),
-        (b"gx\n.", "makes no sense"),
-        (b"Npx\n.", "makes no sense"),
+        (b"gx\n.", "invalid pickle"),
+        (b"Npx\n.", "invalid pickle"),
         (b"q\x00.", "too few values"),
-        (b"\xffN.", "makes no sense"),
+        (b"\xffN.", "invalid pickle"),
         (b"N)R.", "call of NoneType"),
         (b"cos\nsystem\n.", r"names os\.system"),
         (b"ccollections\nOrderedDict\nNR.", "without a tuple"),
@@ -193,14 +193,14 @@ def test_refused_opcodes(path, name):
         (b"NQ.", "no storages here"),
         (b"NN\x93.", "name is not text"),
         (b"\x93.", "too few values"),
-        (b"Ix\n.", "makes no sense"),
-        (b"L\n.", "makes no sense"),
+        (b"Ix\n.", "invalid pickle"),
+        (b"L\n.", "invalid pickle"),
         (b"L" + b"9" * 1300 + b"\n.", "integer of 4319 bits"),
         (b"L" + b"9" * 5000 + b"\n.", "line of more than"),
-        (b"Fx\n.", "makes no sense"),
-        (b"V\\u\n.", "makes no sense"),
-        (b"X\x02\0\0\0\xff\xfe.", "makes no sense"),
-        (b"\x8b\xff\xff\xff\xff.", "makes no sense"),
+        (b"Fx\n.", "invalid pickle"),
+        (b"V\\u\n.", "invalid pickle"),
+        (b"X\x02\0\0\0\xff\xfe.", "invalid pickle"),
+        (b"\x8b\xff\xff\xff\xff.", "invalid pickle"),
         (b"\x8b\xff\xff\xff\x7f.", "an integer of 17179869176 bits"),
         (b"B\xff\xff\xff\xff.", "asks for 4294967295 bytes"),
         (b"](]\x91.", "a list as a key"),
@@ -211,7 +211,7 @@ def test_refused_opcodes(path, name):
     ],
 )
 def test_malformed(path, data, what):
-    """Each rule of the machine, broken once; the error says which file."""
+    """Each rule of the machine, broken once; the error has the name of the file."""
     with pytest.raises(PyTorchCheckpointError, match=what) as caught:
         unpickle(data, path)
     assert str(path) in str(caught.value)
@@ -229,7 +229,7 @@ def test_lengths_are_checked_before_memory_is_taken(path, opcode, length, rss_an
 
 
 def test_recursive_values(path):
-    """Lists, dicts and tuples that hold themselves are read as what they are; whoever walks them must be careful."""
+    """Lists, dicts and tuples that contain themselves are read unchanged; a caller who walks them must be careful."""
     value: list[object] = []
     value.append(({"self": value},))
     for protocol in range(1, 6):
@@ -238,7 +238,7 @@ def test_recursive_values(path):
 
 
 def test_long_strings_and_lines_across_reads(path):
-    """What is longer than what is read ahead, or lies across its end, comes out whole."""
+    """Data that is longer than the read-ahead buffer, or crosses its end, is read completely."""
     value = ["a" * 70_000, b"b" * 200_000, *range(60_000), "c" * 65_536]
     for protocol in (2, 4, 5):
         assert unpickle(pickle.dumps(value, protocol), path) == value
@@ -286,7 +286,7 @@ def test_long_strings_and_lines_across_reads(path):
     ids=lambda call: f"{call.function.name}-{str(call.arguments)[:30]}",
 )
 def test_calls_that_make_no_sense(path, call):
-    """What may be called takes only what torch, Python and NumPy write for it."""
+    """Allowed callables accept only the arguments that torch, Python and NumPy write for them."""
     with pytest.raises(PyTorchCheckpointError):
         unpickle(files.hand_pickle(call), path)
 

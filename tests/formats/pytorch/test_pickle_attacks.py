@@ -32,7 +32,7 @@ def canary(tmp_path):
 
 
 def containers(tmp_path, pickled: bytes) -> list:
-    """The same pickle as the contents of every kind of file, and in the places of a file that come before them."""
+    """The same pickle as the contents of every kind of file, and in each earlier pickle of a file."""
     paths = [tmp_path / name for name in ("zip", "legacy", "tar", "magic", "machine", "keys", "tables")]
     files.write_zip(paths[0], pickled)
     files.write_legacy(paths[1], pickled)
@@ -119,19 +119,19 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_nothing_is_called(tmp_path, canary, name):
-    """Not from the contents of any kind of file, nor from the pickles around them; the error names what was meant."""
+    """No pickle of any kind of file runs code; the error has the name of the global."""
     for path in containers(tmp_path, files.hand_pickle({"a": CALLS[name](str(canary))})):
         with pytest.raises(ForbiddenGlobalError) as caught:
             open_pytorch(path)
         message = str(caught.value)
         assert str(path) in message
-        assert "Nothing of it was run" in message
+        assert "No code of it was run" in message
         assert any(part in message for part in (name.replace("__builtin__", "builtins"), "os.system", "os.x"))
     assert not canary.exists()
 
 
 def test_a_name_alone_is_enough(tmp_path):
-    """A global that is never called is refused, too: it could be called by whoever gets it."""
+    """A global that is never called is refused: a user of the result could call it."""
     files.write_zip(tmp_path / "model.pt", b"\x80\x02}X\x01\0\0\0acos\nsystem\ns.")
     with pytest.raises(ForbiddenGlobalError, match=r"os\.system"):
         open_pytorch(tmp_path / "model.pt")
@@ -155,7 +155,7 @@ def test_names_of_protocol_4_are_looked_up_in_the_same_table(tmp_path):
     ],
 )
 def test_the_message_says_what_to_do(tmp_path, name, hint):
-    """Most files that are refused are no attacks: their owners learn what is wrong and how to go on."""
+    """Most refused files are not attacks: the error gives the reason and a remedy."""
     files.write_zip(tmp_path / "model.pt", files.hand_pickle({"a": files.Named(*name)}))
     with pytest.raises(ForbiddenGlobalError, match=hint) as caught:
         open_pytorch(tmp_path / "model.pt")
@@ -312,7 +312,7 @@ def peak_memory() -> int:
 
 
 def forget_peak() -> int:
-    """Begin to measure the peak anew; return where it begins."""
+    """Start a new measurement of the peak; return the current value."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     return peak_memory()
@@ -324,7 +324,7 @@ def forget_peak() -> int:
 )
 def test_bombs(tmp_path, monkeypatch, name, kind):
     """None takes more than a moment, or more memory than is granted to the objects of any pickle of its size."""
-    # With less to begin with, smaller and quicker bombs show the same.
+    # With a smaller initial limit, smaller and quicker bombs show the same.
     monkeypatch.setattr(pickle_stream, "_FREE_BYTES", 8 * MIB)
     write = files.write_zip if kind == "zip" else files.write_legacy
     bomb = (BOMBS | LENGTHS)[name]()
@@ -379,7 +379,7 @@ def random_pickle(rng: random.Random, nbytes: int) -> bytes:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_programs(tmp_path, monkeypatch, seed):
-    """Memory and work stay within what is granted to a pickle of the size, whatever its values share."""
+    """Memory and work stay within the limit for a pickle of this size, whatever its values share."""
     free, rng, opened = 1 * MIB, random.Random(seed), 0
     monkeypatch.setattr(pickle_stream, "_FREE_BYTES", free)
     spend, work = pickle_stream.PickleStream.spend, [0, 0, 0]
@@ -410,7 +410,7 @@ def test_random_programs(tmp_path, monkeypatch, seed):
 
 @pytest.mark.parametrize("name", MEMOS)
 def test_memos(tmp_path, name):
-    """Places in the memo cost what is put into them, whatever their number."""
+    """Memo entries cost the size of their values, whatever their number."""
     files.write_zip(tmp_path / "model.pt", MEMOS[name]())
     before = forget_peak()
     with suppress(PyTorchCheckpointError):
@@ -435,7 +435,7 @@ def test_what_is_opened_in_spite_of_its_look(tmp_path):
 
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_real_checkpoints_stay_well_below_the_limit(tmp_path, monkeypatch, protocol):
-    """Pickles of nothing but small tensors, an optimizer's among them, need no part of what is free in any case."""
+    """Pickles that contain only small tensors, an optimizer's included, stay within the fixed allowance."""
     monkeypatch.setattr(pickle_stream, "_FREE_BYTES", 0)
     state = {i: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2, 2), "square": torch.ones(2)} for i in range(300)}
     model = {f"layers.{i}.weight": torch.nn.Parameter(torch.zeros(2, 2)) for i in range(500)}

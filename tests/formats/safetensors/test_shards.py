@@ -77,12 +77,12 @@ def test_index_stays_in_its_directory(sharded: Path, name: str) -> None:
     """A name that leads out of the directory, or could elsewhere, is refused before anything is opened."""
     save_file({"a": torch.tensor([1])}, sharded.parent / "secret")
     write_index(sharded, {"a": name})
-    with pytest.raises(ShardError, match="only name files of its own directory"):
+    with pytest.raises(ShardError, match="only name files in the same directory"):
         nvflare_lazy.open(sharded)
 
 
 def test_symbolic_links_are_followed(sharded: Path, tmp_path_factory) -> None:
-    """Shards may be links to elsewhere, as in the cache of Hugging Face: whoever owns the directory made them."""
+    """Shards may be links to other directories, as in the cache of Hugging Face; their owner made them."""
     elsewhere = tmp_path_factory.mktemp("blobs") / "0a1b"
     os.rename(sharded / FIRST, elsewhere)
     os.symlink(elsewhere, sharded / FIRST)
@@ -90,7 +90,7 @@ def test_symbolic_links_are_followed(sharded: Path, tmp_path_factory) -> None:
 
 
 def test_missing_shard_and_missing_tensor(sharded: Path) -> None:
-    """A shard that is not there, and a tensor that is not in its shard, are called by their names."""
+    """The error for a missing shard, or for a tensor missing from its shard, has their names."""
     write_index(sharded, {"a": SECOND})
     with pytest.raises(MissingShardError, match=r"'a' is in 'model-00002.* but it is not"):
         nvflare_lazy.open(sharded)
@@ -116,14 +116,14 @@ def test_missing_shard_and_missing_tensor(sharded: Path) -> None:
     ],
 )
 def test_broken_index(sharded: Path, text: str) -> None:
-    """What is no index raises the error for that, however deep it is."""
+    """JSON that is not an index raises that error, however deep it is."""
     (sharded / INDEX).write_text(text)
     with pytest.raises(ShardIndexError, match="index"):
         nvflare_lazy.open(sharded)
 
 
 def test_large_metadata_of_an_index_is_not_built(sharded: Path) -> None:
-    """What an index holds beside its weight map takes no memory, and no more than a megabyte of it is allowed."""
+    """Other contents of an index use no memory, and at most one megabyte of them is allowed."""
     write_index(sharded, {"a": FIRST}, notes=[[]] * 250_000)
     file = TensorFile(sharded / INDEX)
     tracemalloc.start()
@@ -176,7 +176,7 @@ def test_a_pipe_is_not_waited_for(sharded: Path) -> None:
 
 
 def test_shards_without_an_index(sharded: Path) -> None:
-    """Shards that lie in a directory are the checkpoint in it, if all of them are there."""
+    """A directory with shards is a checkpoint if it has all of them."""
     (sharded / INDEX).unlink()
     assert contents(sharded) == {"a": [1, 2], "b": [3], "c": [4]}
     (sharded / FIRST).unlink()
@@ -228,7 +228,7 @@ def test_two_checkpoints_in_a_directory(sharded: Path) -> None:
     ],
 )
 def test_directories_without_a_checkpoint(tmp_path: Path, make, message: str) -> None:
-    """The error says what the directory holds."""
+    """The error lists the files in the directory."""
     make(tmp_path)
     with pytest.raises(UnknownFormatError, match=message):
         nvflare_lazy.open(tmp_path)
@@ -260,7 +260,7 @@ def test_names_of_shards(name: str, parsed: ShardName | None) -> None:
 
 
 def test_indexes_of_other_kinds_do_not_count(sharded: Path) -> None:
-    """What is there as PyTorch files, too, is opened as safetensors; other JSON with such a name is nobody's index."""
+    """If PyTorch files exist next to safetensors, they are opened; other JSON with such a name is not an index."""
     (sharded / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "pytorch_model-1.bin"}}))
     (sharded / "other.index.json").write_text(json.dumps({"a": 1}))
     assert contents(sharded) == {"a": [1, 2], "b": [3], "c": [4]}
@@ -276,7 +276,7 @@ def test_an_index_of_pytorch_files_counts_alone(tmp_path: Path) -> None:
 
 
 def test_opening_while_it_is_saved_again_and_again(tmp_path: Path) -> None:
-    """A reader gets the checkpoint of before or of after, whatever goes on meanwhile."""
+    """A reader gets the old checkpoint or the new one, while it is saved again and again."""
     path = tmp_path / "model.safetensors"
     enough, done = threading.Event(), threading.Event()
 

@@ -51,7 +51,7 @@ def wait_for(answered, count):
 
 
 def test_asked_twice(served):
-    """What is in line is not put in line again; a receiver's requests are answered in order."""
+    """A queued segment is not queued again; a receiver's requests are answered in order."""
     ask, gate, answered = served
     for start in (0, 8, 16, 8, 16, 24):
         ask("site-1", start)
@@ -61,7 +61,7 @@ def test_asked_twice(served):
 
 
 def test_without_end(served, monkeypatch):
-    """Whoever asks and asks has a line of limited length, and keeps nobody else waiting."""
+    """A receiver that keeps requesting has a queue of limited length, and delays no other receiver."""
     monkeypatch.setattr(server_module, "_MAX_WAITING", 20)
     ask, gate, answered = served
     for start in range(10_000):
@@ -74,10 +74,10 @@ def test_without_end(served, monkeypatch):
 
 
 def test_more_receivers_than_threads(served):
-    """They take turns: everybody has the first answer before anybody has the third."""
+    """They take turns: each receiver has the first answer before any has the third."""
     ask, gate, answered = served
     for requester in ("first", "second"):
-        ask(requester, 0)  # these hold both threads until everybody is in line
+        ask(requester, 0)  # these hold both threads until all receivers are queued
     for requester in "abcdefgh":
         for start in range(3):
             ask(requester, start)
@@ -89,14 +89,14 @@ def test_more_receivers_than_threads(served):
 
 
 def test_rubbish(served, caplog):
-    """Requests that make no sense are ignored, and said to be."""
+    """Invalid requests are ignored, and a line is logged for each."""
     ask, gate, answered = served
     gate.set()
     ask("site-1", -1)
     ask("site-1", 1 << 63)
     ask("site-1", 8)
     assert wait_for(answered, 1) == 1
-    assert len([record for record in caplog.records if "ignored" in record.message]) == 2
+    assert len([record for record in caplog.records if "Ignored" in record.message]) == 2
 
 
 @pytest.fixture(autouse=True)
