@@ -24,17 +24,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from nvflare_lazy.aggregation._engine.memory_plan import Arena
+    from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.dtypes import ElementType
     from nvflare_lazy.tensors.entry import TensorEntry
 
     Array = np.ndarray[Any, Any]
 
-# Elements that are compared at once: the memory for them fits into the cache of a core.
-_BLOCK = 1 << 16
+# Elements that are read and compared at once. In smaller blocks, threads spend more time in waiting for the interpreter
+# than in computing.
+_BLOCK = 1 << 18
+# Elements that are compared at once in float64, with many arrays that fit into the cache of a core.
+_PART = 1 << 16
 # Elements that a thread takes at once.
 _PIECE = 1 << 20
-# Two models, five arrays of real numbers, one of bools, four of integers as wide as an element, and gaps.
-_ARENA = 2 * _BLOCK * 16 + 5 * _BLOCK * 8 + _BLOCK + 4 * _BLOCK * 16 + (64 << 10)
+# Two models, five arrays of real numbers, two of bools, four of integers as wide as an element, and gaps.
+_ARENA = _BLOCK * (2 * 16 + 5 * 8 + 2 + 4 * 8) + (64 << 10)
+# The type of the bits of a number.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Sums of squares between these have all digits of float32.
 _MIN_SQUARES, _MAX_SQUARES = 1e-20, 1e30
 
@@ -66,14 +72,14 @@ class TensorDifference:
         elements: Number of elements.
         different: Number of elements that are beyond the tolerance. NaN is the same as NaN, and an infinite value the
             same as one with the same sign. For types without arithmetic, the number of different bytes.
-        non_finite: Number of those that are NaN or infinite in one of the models only, or in another way.
+        non_finite: Number of different elements that are NaN or infinite in one model only, or in another way.
         max_abs: Largest absolute difference.
         mean_abs: Mean absolute difference.
         max_rel: Largest absolute difference divided by the absolute value in b, where that is not zero.
         mean_rel: Mean of it.
         max_ulps: Largest number of steps from one element to the other, from number to next number of the type, as in
-            `numpy.testing.assert_array_max_ulp`. If the types differ, of the one with fewer digits, to which the other
-            tensor is rounded. None for types that are not floating-point types.
+            `numpy.testing.assert_array_max_ulp`. If the types differ, the steps of the type with fewer digits, to which
+            the other tensor is rounded. None for integers, and if only one is complex.
         cosine: Cosine of the angle between the tensors as vectors. None if one of them is zero, or if their squares
             exceed float64.
         nan: Number of NaN in a and in b.
@@ -104,7 +110,7 @@ class Comparison:
     Attributes:
         only_in_a: Names of tensors that b does not have.
         only_in_b: Names of tensors that a does not have.
-        tensors: The tensors of both, those that are not the same first, and the largest absolute difference first.
+        tensors: The tensors of both, different ones first, ordered by the largest absolute difference.
     """
 
     only_in_a: tuple[str, ...]
@@ -127,10 +133,10 @@ class _Pair:
         self.dtypes = (a.dtype, b.dtype) if self.has_numbers else (torch.uint8, torch.uint8)
         real = [dtype for dtype in self.dtypes if dtype.is_floating_point]
         self.is_real = len(real) == 2
-        # The arithmetic of narrower types loses digits, and that of 8 bits does not exist.
+        # The arithmetic of narrower types loses digits, and 8-bit types have no arithmetic.
         self.wide = torch.float64 if torch.float64 in real else torch.float32
         floats = [dtype.to_real() if dtype.is_complex else dtype for dtype in self.dtypes]
-        all_float = all(dtype.is_floating_point for dtype in floats)
+        all_float = all(dtype.is_floating_point for dtype in floats) and a.dtype.is_complex == b.dtype.is_complex
         self.ulps = max(floats, key=lambda dtype: torch.finfo(dtype).eps) if all_float else None
 
     @property
@@ -292,7 +298,7 @@ def _run(
             for start in range(piece.start, piece.start + piece.length, _BLOCK):
                 count = min(_BLOCK, piece.start + piece.length - start)
                 mark = arena.mark()
-                part.add(_Block(pair, start, count, arena).compare(tolerance))
+                part.add(_compare(pair, start, count, arena, tolerance))
                 arena.release(mark)
             if progress is not None:
                 progress(piece.length * pair.element_bytes)
@@ -324,25 +330,36 @@ def _tasks(pairs: Sequence[_Pair]) -> Iterator[list[_Piece]]:
         yield task
 
 
+def _compare(pair: _Pair, start: int, count: int, arena: Arena, tolerance: Tolerance) -> _Sums:
+    """Return the sums of consecutive elements of a pair."""
+    a, b = (
+        _read(source, dtype, start, count, arena) for source, dtype in zip((pair.a, pair.b), pair.dtypes, strict=True)
+    )
+    if not pair.has_numbers:
+        return _Sums(different=int((a != b).sum()))
+    mark = arena.mark()
+    found = _Block(pair, a, b, arena).fast(tolerance)
+    if found is None:
+        found = _Sums()
+        for begin in range(0, count, _PART):
+            arena.release(mark)
+            part = _Block(pair, a[begin : begin + _PART], b[begin : begin + _PART], arena)
+            found.add((part.fast(tolerance) if count > _PART else None) or part.exact(tolerance))
+    return found
+
+
+def _read(source: ByteSource, dtype: torch.dtype, start: int, count: int, arena: Arena) -> torch.Tensor:
+    raw, buffer = arena.take_buffer(torch.uint8, count * dtype.itemsize)
+    source.read_into(buffer, start * dtype.itemsize)
+    return raw.view(dtype)
+
+
 class _Block:
-    """Some consecutive elements of a pair, read into memory."""
+    """Some consecutive elements of a pair, in memory."""
 
-    def __init__(self, pair: _Pair, start: int, count: int, arena: Arena) -> None:
-        self._pair, self._count, self._arena = pair, count, arena
-        self.a, self.b = (
-            self._read(source, dtype, start) for source, dtype in zip((pair.a, pair.b), pair.dtypes, strict=True)
-        )
-
-    def _read(self, source: Any, dtype: torch.dtype, start: int) -> torch.Tensor:
-        raw, buffer = self._arena.take_buffer(torch.uint8, self._count * dtype.itemsize)
-        source.read_into(buffer, start * dtype.itemsize)
-        return raw.view(dtype)
-
-    def compare(self, tolerance: Tolerance) -> _Sums:
-        """Return the sums of the block."""
-        if not self._pair.has_numbers:
-            return _Sums(different=int((self.a != self.b).sum()))
-        return (self._fast(tolerance) if self._pair.is_real else None) or self._exact(tolerance)
+    def __init__(self, pair: _Pair, a: torch.Tensor, b: torch.Tensor, arena: Arena) -> None:
+        self._pair, self._count, self._arena = pair, len(a), arena
+        self.a, self.b = a, b
 
     # ---- finite real numbers, in few operations ----------------------------------------------------------------------
 
@@ -357,38 +374,74 @@ class _Block:
             return wide
         return wide.copy_(values)
 
-    def _fast(self, tolerance: Tolerance) -> _Sums | None:
-        """Return the sums, or None if some values are not finite, or out of the range of squares.
+    def fast(self, tolerance: Tolerance) -> _Sums | None:
+        """Return the sums, or None if values are not real, not finite, or out of the range of squares.
 
         torch adds faster than NumPy, and NumPy compares faster than torch.
         """
+        if not self._pair.is_real:
+            return None
         x, y = self._wide(self.a), self._wide(self.b)
-        found = _Sums(finite=self._count, squares_a=float(torch.dot(x, x)), squares_b=float(torch.dot(y, y)))
+        errors, error = self._take(x.dtype)
+        ratios, ratio = self._take(x.dtype)
+        squares = [_sum_of_squares(values, ratios) for values in (x, y)]
+        found = _Sums(finite=self._count, squares_a=squares[0], squares_b=squares[1])
         if not (_is_precise(found.squares_a, x) and _is_precise(found.squares_b, y)):
             return None
-        errors, error = self._take(x.dtype)
-        _, size = self._take(x.dtype)
         _, mask = self._take(torch.bool)
         np.abs(np.subtract(x.numpy(), y.numpy(), out=error), out=error)
-        np.abs(y.numpy(), out=size)
-        found.not_zero = int(np.count_nonzero(np.greater(size, 0, out=mask)))
         found.max_abs = float(error.max())
         if not found.max_abs:
+            found.not_zero = int(np.count_nonzero(np.not_equal(y.numpy(), 0, out=mask)))
             return found
-        found.sum_abs, found.squares = float(errors.sum()), float(torch.dot(errors, errors))
+        found.sum_abs, found.squares = float(errors.sum()), _sum_of_squares(errors, ratios)
+        size = np.abs(y.numpy(), out=ratio)
         if tolerance.rtol:
             _, limit = self._take(x.dtype)
             np.add(np.multiply(size, tolerance.rtol, out=limit), tolerance.atol, out=limit)
             found.different = int(np.count_nonzero(np.greater(error, limit, out=mask)))
         elif found.max_abs > tolerance.atol:
             found.different = int(np.count_nonzero(np.greater(error, tolerance.atol, out=mask)))
-        if found.not_zero < self._count:
-            size[size == 0] = math.inf
-        found.max_rel, found.sum_rel = float(np.divide(error, size, out=error).max()), float(errors.sum())
+        zeros = None
+        found.not_zero = self._count
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            found.max_rel, found.sum_rel = float(np.divide(error, size, out=ratio).max()), float(ratios.sum())
         if not math.isfinite(found.sum_rel):
-            return None
-        found.max_ulps = self._ulps(None)
+            # With zeros in b, some ratios are infinite or undefined.
+            zeros = np.equal(y.numpy(), 0, out=mask)
+            found.not_zero -= int(np.count_nonzero(zeros))
+            np.copyto(ratio, 0, where=zeros)
+            found.max_rel, found.sum_rel = float(ratio.max()), float(ratios.sum())
+            if not math.isfinite(found.sum_rel):
+                return None
+        found.max_ulps = self._fast_ulps(found.max_rel, ratio, zeros)
         return found
+
+    def _fast_ulps(self, max_ratio: float, ratio: Array, zeros: Array | None) -> int:
+        """Return the largest distance in steps, of the few elements that can have it if possible."""
+        dtype = self._pair.ulps
+        assert dtype is not None
+        a, b = (_bits(_of_type(values, dtype)) for values in (self.a, self.b))
+        if self.a.dtype is not self.b.dtype:
+            # The ratio is not that of the rounded numbers.
+            return self._distance(a, b)
+        if max_ratio < 1 and zeros is None:
+            # The signs are the same, so the distance of the numbers equals the distance of their bits.
+            steps = np.subtract(a, b, out=self._take(_INTEGERS[a.itemsize])[1])
+            return max(int(steps.max()), -int(steps.min()))
+        # With p digits, neighbors of a number z are |z| / 2**p apart or more. If |a - b| < |b| / 2, all numbers between
+        # a and b exceed |b| / 2, so a and b are at most 2**p steps apart. With other signs, it is usually far more.
+        rest = 2.1 / torch.finfo(dtype).eps
+        _, large = self._take(torch.bool)
+        np.greater_equal(ratio, 0.5, out=large)
+        if zeros is not None:
+            np.logical_or(large, zeros, out=large)
+        if np.count_nonzero(large) < self._count // 8:
+            some = np.flatnonzero(large)
+            ulps = self._distance(a[some], b[some])
+            if ulps > rest:
+                return ulps
+        return self._distance(a, b)
 
     def _take(self, dtype: torch.dtype, count: int | None = None) -> tuple[torch.Tensor, Array]:
         """Return memory for the block, as a tensor and as an array."""
@@ -399,7 +452,7 @@ class _Block:
 
     # Sums that exceed float64 are infinite.
     @np.errstate(over="ignore")
-    def _exact(self, tolerance: Tolerance) -> _Sums:
+    def exact(self, tolerance: Tolerance) -> _Sums:
         x, y = _as_numpy(self.a), _as_numpy(self.b)
         found = _Sums(
             nan_a=int(np.isnan(x).sum()),
@@ -432,28 +485,28 @@ class _Block:
             found.max_ulps = self._ulps(finite)
         return found
 
-    def _ulps(self, finite: Array | None) -> int:
-        """Return the largest distance in steps between neighboring numbers, of all or some elements."""
+    def _ulps(self, finite: Array) -> int:
+        """Return the largest distance in steps between neighboring numbers, of the finite elements."""
         dtype = self._pair.ulps
         assert dtype is not None
-        first, second = (self._steps(_of_type(values, dtype)) for values in (self.a, self.b))
-        if finite is not None:
+        first, second = (_bits(_of_type(values, dtype)) for values in (self.a, self.b))
+        if not finite.all():
             finite = finite.repeat(len(first) // len(finite))
             first, second = first[finite], second[finite]
+        return self._distance(first, second)
+
+    def _distance(self, a: Array, b: Array) -> int:
+        """Return the largest distance of numbers in steps, from their bits."""
+        first, second = self._steps(a), self._steps(b)
         high = np.maximum(first, second)
         np.subtract(high, np.minimum(first, second, out=first), out=high)
         # The difference of two signed numbers always fits into an unsigned one.
         return int(high.view(f"u{high.itemsize}").max())
 
-    def _steps(self, values: torch.Tensor) -> Array:
-        """Return integers that are in the order of the values, with neighbors one apart; both zeros are 0."""
-        width = 8 * values.dtype.itemsize
-        integer: torch.dtype = getattr(torch, f"int{width}")
-        bits = values.view(integer).numpy()
-        if values.dtype is getattr(torch, "float8_e8m0fnu", None):
-            return bits.view(np.uint8).astype(np.int16)
-        sign, steps = (self._take(integer, len(bits))[1] for _ in range(2))
-        np.right_shift(bits, width - 1, out=sign)
+    def _steps(self, bits: Array) -> Array:
+        """Return integers that are in the order of the numbers, with neighbors one apart; both zeros are 0."""
+        sign, steps = (self._take(_INTEGERS[bits.itemsize], len(bits))[1] for _ in range(2))
+        np.right_shift(bits, 8 * bits.itemsize - 1, out=sign)
         np.bitwise_and(sign, np.iinfo(bits.dtype).max, out=steps)
         np.bitwise_xor(steps, bits, out=steps)
         return np.subtract(steps, sign, out=steps)
@@ -464,6 +517,11 @@ def _table(dtype: torch.dtype, wide: torch.dtype) -> Array:
     """Return the values of a type of 8 bits, by their bits."""
     values: Array = torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32).to(wide).numpy()
     return values
+
+
+def _sum_of_squares(values: torch.Tensor, memory: torch.Tensor) -> float:
+    """Return a sum with the digits of the type: torch sums in a tree, and `torch.dot` lost 3 digits of equal values."""
+    return float(torch.mul(values, values, out=memory).sum())
 
 
 def _is_precise(squares: float, values: torch.Tensor) -> bool:
@@ -482,6 +540,12 @@ def _of_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if dtype.itemsize == 1
         else values.to(dtype)
     )
+
+
+def _bits(values: torch.Tensor) -> Array:
+    """Return the bits of real numbers as signed integers, in which a number below zero has the sign."""
+    bits: Array = values.view(_INTEGERS[values.dtype.itemsize]).numpy()
+    return bits.view(np.uint8).astype(np.int16) if values.dtype is getattr(torch, "float8_e8m0fnu", None) else bits
 
 
 def _as_numpy(values: torch.Tensor) -> Array:

@@ -71,14 +71,16 @@ def diff(
     """Compare two checkpoints, tensor by tensor.
 
     A and B are safetensors files, indexes or directories of sharded checkpoints, or PyTorch checkpoints. Lists the
-    tensors that are in one of them only, and those that differ, the largest absolute difference first. Differences are
+    tensors that only one of them has, and the different ones, the largest absolute difference first. Differences are
     relative to B. A checkpoint without the --section is compared whole, if the other one has it.
 
     The exit code is 0 if both are the same, and 1 if they differ.
     """
     from nvflare_lazy.aggregation.comparison import Tolerance, compare
+    from nvflare_lazy.remote.url import display, is_url
 
     models = [_matching(model, match) for model in _open(a, b, section)]
+    a, b = (display(path) if is_url(path) else path for path in (a, b))
     if match is not None and not any(models):
         raise click.UsageError(f"--match {match.pattern!r} matches no tensor.")
     limit = None if tolerance is None else Tolerance(**tolerance)

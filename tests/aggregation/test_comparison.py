@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
@@ -29,6 +30,7 @@ INTEGERS = [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32, tor
 def _small_blocks(monkeypatch):
     """Tensors of a few thousand elements consist of several pieces, and pieces of several blocks."""
     monkeypatch.setattr(comparison, "_BLOCK", 512)
+    monkeypatch.setattr(comparison, "_PART", 200)
     monkeypatch.setattr(comparison, "_PIECE", 1200)
 
 
@@ -38,7 +40,7 @@ def one(a, b, tolerance=None):
 
 
 def random_values(dtype: torch.dtype, seed: int, count: int, *, finite: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two tensors: close values, equal ones, zeros, other signs, very small and large ones, and NaN and inf."""
+    """Return two tensors: close and equal values, zeros, other signs, very small and large values, NaN and inf."""
     generator = torch.Generator().manual_seed(seed)
     a = torch.randn(count, generator=generator, dtype=torch.float64)
     b = a + torch.randn(count, generator=generator, dtype=torch.float64) * 10.0 ** -torch.randint(
@@ -112,7 +114,7 @@ def test_floating_point(dtype, finite):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 def test_ulps_of_numpy(dtype):
-    """The ULPs are those that NumPy's own test functions count."""
+    """ULPs are equal to the ULPs from NumPy's own test functions."""
     a, b = random_values(dtype, 7, 2000, finite=True)
     # NumPy's overflow between signs, and are rounded to the type.
     b = torch.where((a < 0) == (b < 0), b, a)
@@ -123,7 +125,7 @@ def test_ulps_of_numpy(dtype):
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_integers(dtype):
-    """Differences of integers are exact, also those between the ends of 64 bits."""
+    """Differences of integers are exact, even between the ends of 64 bits."""
     generator = np.random.default_rng(0)
     limits = torch.iinfo(dtype)
     arrays = [generator.integers(limits.min, limits.max, 3000, dtype=str(dtype)[6:], endpoint=True) for _ in "ab"]
@@ -148,7 +150,7 @@ def test_bools():
 
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
 def test_complex(dtype):
-    """Differences are absolute values of complex numbers; ULPs are those of the parts."""
+    """Differences are absolute values of complex numbers; their ULPs are counted in the real and imaginary parts."""
     parts = [random_values(dtype.to_real(), seed, 2000, finite=True) for seed in range(2)]
     pairs = [torch.stack([parts[0][index], parts[1][index]], dim=-1) for index in range(2)]
     a, b = (pair.view(dtype)[:, 0] for pair in pairs)
@@ -199,6 +201,21 @@ def test_values_out_of_the_range_of_squares():
         check(one(a, b), a, b)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_ulps_of_few_elements(dtype):
+    """The largest number of ULPs is found if one element has it: with another sign, a zero, or neither."""
+    generator = torch.Generator().manual_seed(0)
+    base = (1 + torch.rand(1000, generator=generator)).to(dtype)
+    nearly = (base.view(getattr(torch, f"int{8 * dtype.itemsize}")) - 1).view(dtype)
+    tiny = torch.finfo(dtype).smallest_normal
+    for a, b in ((-1.5, 1.5), (tiny, -tiny), (0.0, 1.0), (1.0, 0.0), (tiny, 0.0), (0.0, 0.0), (2.0, 1.0), (1.0, 1.0)):
+        first, second = base.clone(), nearly.clone()
+        first[77], second[77] = a, b
+        places = [abs(x - y) for x, y in zip(steps(first), steps(second), strict=True)]
+        assert one(first, second).max_ulps == max(places), (a, b)
+        check(one(first, second), first, second)
+
+
 def test_cosine_of_almost_equal_tensors():
     """It has more digits than the product of two tensors in float32."""
     a = torch.randn(3000, generator=torch.Generator().manual_seed(0))
@@ -209,6 +226,15 @@ def test_cosine_of_almost_equal_tensors():
     assert one(a, torch.zeros(3000)).cosine is None
     large = torch.full((3,), 1e200, dtype=torch.float64)
     assert one(large, 2 * large).cosine is None
+
+
+def test_cosine_of_constant_tensors(monkeypatch):
+    """Sums of many equal values keep their digits: parallel tensors have a cosine of 1."""
+    monkeypatch.setattr(comparison, "_BLOCK", 1 << 18)
+    monkeypatch.setattr(comparison, "_PIECE", 1 << 18)
+    found = one(torch.full((1 << 18,), 0.7), torch.full((1 << 18,), 0.1))
+    assert found.cosine == pytest.approx(1, abs=1e-6)
+    assert found.mean_abs == pytest.approx(0.6, rel=1e-6)
 
 
 def test_structure(tmp_path):
@@ -222,6 +248,22 @@ def test_structure(tmp_path):
         ("one", False, 0.5),
         ("empty", True, 0.0),
     ]
+
+
+def test_blocks_of_full_size(monkeypatch):
+    """The memory of a thread suffices for all pairs of types, with a tolerance, and with values that are not finite."""
+    for name, value in (("_BLOCK", 1 << 18), ("_PART", 1 << 16), ("_PIECE", 1 << 20)):
+        monkeypatch.setattr(comparison, name, value)
+    base = torch.randn((1 << 18) + 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    types = (torch.float64, torch.bfloat16, torch.complex128)
+    for first, second in itertools.product(types, types):
+        a, b = base.to(first), (base * 1.01).to(second)
+        b[::7] = 0
+        found = one(a, b, Tolerance(1e-3, 1e-3))
+        assert found.elements == len(base)
+        assert (found.max_ulps is None) == (first.is_complex != second.is_complex)
+        a[0] = math.nan
+        assert one(a, b, Tolerance(1e-3, 1e-3)).nan == (1, 0)
 
 
 def test_types_without_arithmetic(tmp_path):
@@ -242,7 +284,7 @@ def test_types_without_arithmetic(tmp_path):
 
 
 def test_views_and_tied_tensors(tmp_path, rchar):
-    """Transposed tensors are compared by their elements; tied tensors are read once and listed under each name."""
+    """Transposed tensors are compared by their elements; tied tensors are read one time and listed by each name."""
     base = torch.randn(600, 500)
     torch.save({"a": base, "b": base, "t": base.t()}, tmp_path / "a.pt")
     other = base.clone()

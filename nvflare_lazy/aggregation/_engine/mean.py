@@ -27,6 +27,7 @@ from nvflare_lazy.aggregation._engine._exact_sum import (
     significant_bits,
 )
 from nvflare_lazy.aggregation._engine.rounding import FLOATS, ROUNDING_BYTES, round_into, to_precision
+from nvflare_lazy.aggregation._engine.unlocked import add_term
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +70,7 @@ class Weights:
     is_power_of_two: bool = field(init=False)
     reciprocal: float | None = field(init=False)
     # Threads share the weights of a round. `cached_property` would have Python 3.11 make a `__dict__` when two of them
-    # first read an attribute, and make it twice, with the same memory, if the garbage collector runs meanwhile.
+    # first read an attribute, and make it twice, with the same memory, if the garbage collector runs at that moment.
     _other_forms: dict[str, Weights] = field(init=False, default_factory=dict)
     _fused: dict[torch.dtype, list[bool]] = field(init=False, default_factory=dict)
 
@@ -97,7 +98,8 @@ class Weights:
         else:
             total = sum(exact, start=Fraction(0))
             power = total.denominator.bit_length() - total.numerator.bit_length()
-            # A weight that is too small beside the others stays positive, so that its contribution is read and checked.
+            # A weight that is too small compared with the others stays positive, so that its contribution is read and
+            # checked.
             scaled = [max(float(weight * Fraction(2) ** power), math.ulp(0.0)) if weight else 0.0 for weight in exact]
             exact = [*map(Fraction, scaled)]
         total = sum(exact, start=Fraction(0))
@@ -164,7 +166,7 @@ def mean_into(out: torch.Tensor, read: Callable[[int], torch.Tensor], weights: W
 
     Args:
         out: The tensor to write to.
-        read: Returns the values at an index; may be called more than once, the last result counts.
+        read: Returns the values at an index; it may run repeatedly for an index, and the last result counts.
         weights: The weights; values with weight zero are not read.
         arena: Memory for intermediate values.
     """
@@ -175,11 +177,11 @@ def mean_into(out: torch.Tensor, read: Callable[[int], torch.Tensor], weights: W
     elif out.dtype == torch.float32:
         mean = _Mean(out, read, weights.quick, arena)
         mean.add_up()
-        round_into(out, mean.divide_rounded(), arena)
+        mean.round()
     else:
         mean = _Mean(out, read, weights.guarded, arena)
         if mean.add_up(track_rounding=True):
-            round_into(out, mean.divide_rounded(), arena)
+            mean.round()
         else:
             mean.finish_exact()
     arena.release(mark)
@@ -235,16 +237,10 @@ class _Mean:
                 values = self._read(index)
                 if flag is not None:
                     flag.clear()
-                if number == 0:
-                    total.copy_(values)
-                    if factor != 1.0:
-                        total.mul_(factor)
                 # Whether multiply-and-add rounds once or twice depends on the position of an element in a tile, so it
                 # is used only if the product is exact.
-                elif self._weights.fused(values.dtype)[number]:
-                    total.add_(term.copy_(values), alpha=factor)
-                else:
-                    total.add_(term.copy_(values).mul_(factor))
+                is_fused = self._weights.fused(values.dtype)[number]
+                add_term(total, term, values, factor, is_first=number == 0, is_fused=is_fused)
                 exact = exact and flag is not None and not flag.is_up()
             if not self._weights.terms:
                 total.zero_()
@@ -259,11 +255,12 @@ class _Mean:
             return self.sum if weights.total == 1.0 else self.sum.mul_(1.0 / weights.total)
         return self.sum.div_(weights.total)
 
-    def divide_rounded(self) -> torch.Tensor:
-        """Return numbers that round to a shorter dtype as the means do, in place of the sums."""
+    def round(self) -> None:
+        """Write the means, rounded to a shorter dtype."""
         if self._out.dtype in FLOATS and self._weights.reciprocal is not None:
-            return self.sum.mul_(self._weights.reciprocal)
-        return self.divide()
+            round_into(self._out, self.sum, self._arena, factor=self._weights.reciprocal)
+        else:
+            round_into(self._out, self.divide(), self._arena)
 
     def finish_exact(self) -> None:
         """Write the means of sums that may have been rounded; sums for which this matters are computed again."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The passes over a round's tiles: passes that compute statistics, and the pass that reduces and writes.
 
-Runs the reduction of a rule in threads, for one set of contributions. If a contribution fails, `ContributionError`
+Runs the reduction of a rule, in threads, on one set of contributions. If a contribution fails, `ContributionError`
 ends the pass, and the caller skips the contribution.
 """
 
@@ -18,17 +18,17 @@ from nvflare_lazy.aggregation._engine.tile_io import OutputVector
 from nvflare_lazy.aggregation._engine.tile_pool import run_tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from nvflare_lazy.aggregation._engine.memory_plan import Arena
     from nvflare_lazy.aggregation._engine.tile import NonFinitePolicy, TensorGroup
+    from nvflare_lazy.aggregation._engine.tile_io import TensorWriter
     from nvflare_lazy.aggregation._engine.tile_pool import PassMonitor
     from nvflare_lazy.aggregation.reduction import Reduction
     from nvflare_lazy.aggregation.statistics import Statistic
-    from nvflare_lazy.formats.safetensors.writer import StreamingWriter
 
 # Statistics are summed in stretches of this number of elements, one after the other, for every tile size.
-_STRETCH = 128 * BLOCK
+STRETCH = 128 * BLOCK
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,16 @@ class Engine:
 
     def compute_statistic(self, statistic: Statistic) -> Any:
         """Read all floating-point tensors and return the result of the statistic."""
+        count = max(len(group.members) for group in self.groups)
+        totals = torch.zeros(statistic.num_sums(count), dtype=torch.float64)
+        self.sum_stretches(statistic, totals.add_)
+        return statistic.result(totals.numpy(), count)
+
+    def sum_stretches(self, statistic: Statistic, collect: Callable[[torch.Tensor], object]) -> None:
+        """Read all floating-point tensors, and pass the sums of each stretch to `collect`, in the order of stretches.
+
+        Their sum over all stretches, added in this order, is what the statistic computes its result from.
+        """
         groups = [group for group in self.groups if group.is_float]
         count = max(len(group.members) for group in self.groups)
         sums = statistic.num_sums(count)
@@ -54,16 +64,15 @@ class Engine:
             self.budget,
             statistic.bytes_per_element(count) + _buffer_bytes(groups),
             threads=self.threads,
-            tile=min(self._tile_of(groups) or _STRETCH, _STRETCH),
-            fixed=sums * (_STRETCH // BLOCK) * 8,
+            tile=min(self._tile_of(groups) or STRETCH, STRETCH),
+            fixed=sums * (STRETCH // BLOCK) * 8,
         )
-        totals = torch.zeros(sums, dtype=torch.float64)
 
         def work(task: tuple[TensorGroup, int], arena: Arena) -> torch.Tensor:
             group, start = task
-            blocks = arena.take(torch.float64, sums * (_STRETCH // BLOCK)).view(sums, _STRETCH // BLOCK)
+            blocks = arena.take(torch.float64, sums * (STRETCH // BLOCK)).view(sums, STRETCH // BLOCK)
             blocks.zero_()
-            end = min(start + _STRETCH, group.numel)
+            end = min(start + STRETCH, group.numel)
             for begin in range(start, end, plan.tile):
                 mark = arena.mark()
                 tile = Tile(group, begin, min(plan.tile, end - begin), arena, self.non_finite)
@@ -73,11 +82,10 @@ class Engine:
                 arena.release(mark)
             return blocks.sum(dim=1)
 
-        self.monitor.start(statistic.name, sum(map(_bytes_to_read, groups)))
-        run_tiles(_tiles(groups, _STRETCH), work, plan, self.monitor, collect=totals.add_)
-        return statistic.result(totals.numpy(), count)
+        self.monitor.start(statistic.name, sum(map(bytes_to_read, groups)))
+        run_tiles(_tiles(groups, STRETCH), work, plan, self.monitor, collect=collect)
 
-    def reduce(self, reduction: Reduction, stage: str, writer: StreamingWriter) -> None:
+    def reduce(self, reduction: Reduction, stage: str, writer: TensorWriter) -> None:
         """Reduce all tiles and write them; `stage` is the name of the pass in progress bars."""
         outputs = {
             group.index: OutputVector(group.names, group.sizes, group.inputs[0].dtype, writer) for group in self.groups
@@ -100,7 +108,7 @@ class Engine:
             outputs[group.index].write(start, buffer)
             self.monitor.advance(tile.nbytes)
 
-        self.monitor.start(stage, sum(map(_bytes_to_read, self.groups)))
+        self.monitor.start(stage, sum(map(bytes_to_read, self.groups)))
         run_tiles(_tiles(self.groups, plan.tile), work, plan, self.monitor)
 
     def _tile_of(self, groups: Sequence[TensorGroup]) -> int | None:
@@ -115,7 +123,8 @@ def _tiles(groups: Sequence[TensorGroup], step: int) -> Iterator[tuple[TensorGro
             yield group, start
 
 
-def _bytes_to_read(group: TensorGroup) -> int:
+def bytes_to_read(group: TensorGroup) -> int:
+    """Return the number of bytes that a pass reads of a group."""
     return group.numel * group.inputs[0].dtype.itemsize * len(group.members)
 
 

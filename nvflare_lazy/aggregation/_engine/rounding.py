@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
+
+from nvflare_lazy.aggregation._engine.unlocked import multiply_and_round, multiply_and_round_twice
 
 if TYPE_CHECKING:
     from nvflare_lazy.aggregation._engine.memory_plan import Arena
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class _Precision(NamedTuple):
     """The distance from one to the next larger number of a dtype, and its least normal number.
 
-    The values are those of the standards: `torch.finfo` is wrong about some 8-bit types.
+    The values are from the standards: `torch.finfo` is wrong about some 8-bit types.
     """
 
     step: float
@@ -48,7 +49,7 @@ _EXPONENT = 0x7FF << 52
 _HALFWAY = -(1 << 15)
 _LOWER_HALF = 0 if sys.byteorder == "little" else 1
 # Elements of a tile that are searched together for such halves.
-_ROW = 256
+_ROW = 128
 # Far beyond the range of the narrow types, and far below the maximum of float64.
 _MAX_POWER = 2.0**900
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -56,22 +57,26 @@ _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SUMMABLE = frozenset({torch.float64, torch.float32, torch.bfloat16})
 
 
-def round_into(out: torch.Tensor, values: torch.Tensor, arena: Arena) -> None:
+def round_into(out: torch.Tensor, values: torch.Tensor, arena: Arena, *, factor: float = 1.0) -> None:
     """Round float64 values to the dtype of `out`.
 
     Args:
         out: The tensor to write to. Values outside the range of an integer dtype become its minimum or maximum.
         values: The values; overwritten.
         arena: Memory for intermediate values.
+        factor: A factor of the values of floating-point dtypes, by which they are multiplied in float64.
     """
     if out.dtype not in FLOATS:
         _round_to_integer(out, values)
         return
     if out.dtype == torch.bfloat16:
-        _round_to_bfloat16(out, values, arena)
+        total = _round_to_bfloat16(out, values, arena, factor)
+    elif out.dtype in NARROW:
+        total = (values if factor == 1.0 else values.mul_(factor)).sum().item()
+        out.copy_(to_precision(values, out.dtype, arena))
     else:
-        out.copy_(to_precision(values, out.dtype, arena) if out.dtype in NARROW else values)
-    if not math.isfinite((out if out.dtype in SUMMABLE else values).sum().item()):
+        total = multiply_and_round(out, values, factor)
+    if not math.isfinite(total):
         _set_nan(out, torch.isnan(values))
 
 
@@ -99,42 +104,28 @@ def to_precision(values: torch.Tensor, dtype: torch.dtype, arena: Arena, *, extr
     return values
 
 
-def _round_to_bfloat16(out: torch.Tensor, values: torch.Tensor, arena: Arena) -> None:
-    """Round twice, by way of float32, which is fast, and correct the few results that are wrong.
+def _round_to_bfloat16(out: torch.Tensor, values: torch.Tensor, arena: Arena, factor: float) -> float:
+    """Round twice, by way of float32, which is fast, and correct the few results that are wrong; return their sum.
 
-    Only values that the first rounding moved halfway between two numbers can be wrong. They are so few that NumPy is
-    faster: each call of torch releases the interpreter's lock, and acquiring it again takes longer than these.
+    Only values that the first rounding moved halfway between two numbers can be wrong.
     """
-    mark = arena.mark()
-    halves = arena.take(torch.int16, 2 * values.numel())
-    arena.release(mark)
-    single = arena.take(torch.float32, values.numel())  # in the same memory
-    out.copy_(single.copy_(values))
-    places = _halfway(halves)
-    if len(places):
-        rounded = single.numpy()
-        exact, halfway = values.numpy()[places], rounded[places].astype(np.float64)
-        wrong = exact != halfway
-        towards_zero = (rounded.view(np.int32)[places] >> 16).astype(np.int16)
-        mended = towards_zero + (np.abs(exact) > np.abs(halfway))
-        out.view(torch.int16).numpy()[places[wrong]] = mended[wrong]
-    arena.release(mark)
-
-
-def _halfway(halves: torch.Tensor) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Return the positions whose lower half is `_HALFWAY`: first finds rows with any, since comparing all is slower."""
-    whole = halves.numel() // (2 * _ROW) * (2 * _ROW)
-    rows = (halves[:whole] if whole < halves.numel() else halves).view(-1, 2 * _ROW)
-    # The rows also contain upper halves. An upper half with these bits, such as that of -0.0, only costs one check.
-    candidates = np.flatnonzero(rows.amin(1).numpy() == _HALFWAY)
-    # Comparing the upper halves, too, takes less time than skipping them.
-    row, half = np.divmod(np.flatnonzero(rows.numpy()[candidates] == _HALFWAY), 2 * _ROW)
-    is_lower = half % 2 == _LOWER_HALF
-    found: np.ndarray[Any, np.dtype[np.intp]] = candidates[row[is_lower]] * _ROW + half[is_lower] // 2
-    if whole == halves.numel():
-        return found
-    rest = np.flatnonzero(halves[whole:].numpy()[_LOWER_HALF::2] == _HALFWAY) + whole // 2
-    return np.concatenate((found, rest))
+    total, count = 0.0, values.numel()
+    whole = count // _ROW * _ROW
+    for begin, end, row in ((0, whole, _ROW), (whole, count, count - whole)):
+        if begin == end:
+            continue
+        some, some_values = out[begin:end], values[begin:end]
+        mark = arena.mark()
+        halves = arena.take(torch.int16, 2 * (end - begin))
+        arena.release(mark)
+        single = arena.take(torch.float32, end - begin)  # in the same memory
+        least = arena.take(torch.int16, (end - begin) // row)
+        bits = some.view(torch.int16)
+        total += multiply_and_round_twice(
+            some, bits, single, some_values, halves, least, factor, halfway=_HALFWAY, lower=_LOWER_HALF
+        )
+        arena.release(mark)
+    return total
 
 
 def _round_to_integer(out: torch.Tensor, values: torch.Tensor) -> None:

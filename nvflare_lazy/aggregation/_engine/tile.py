@@ -9,12 +9,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 
 from nvflare_lazy.aggregation._engine.rounding import FLOATS, SUMMABLE
-from nvflare_lazy.errors import NonFiniteError
+from nvflare_lazy.errors import (
+    MissingPackageError,
+    NonFiniteError,
+    RemoteDirectoryError,
+    RemoteError,
+    RemoteFileChangedError,
+    RemoteNotFoundError,
+)
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -35,6 +42,22 @@ class ContributionError(Exception):  # never reaches a caller: the engine contin
         self.error = error
 
 
+def is_store_error(error: Exception) -> bool:
+    """Whether an input at a URL cannot be read although it may be unchanged: no answer, no access, or no client."""
+    about_the_file = (RemoteNotFoundError, RemoteFileChangedError, RemoteDirectoryError)
+    return isinstance(error, (RemoteError, MissingPackageError)) and not isinstance(error, about_the_file)
+
+
+def raise_input_error(contributor: str, error: Exception) -> NoReturn:
+    """Raise the error of an input: of the contribution, which is then skipped, or of the store, which ends the round.
+
+    A store that does not answer would otherwise cost one contribution after the other.
+    """
+    if is_store_error(error):
+        raise error
+    raise ContributionError(contributor, error) from error
+
+
 @dataclass(slots=True)
 class TensorGroup:
     """Tensors of one type that the same contributors have, as one long vector.
@@ -48,6 +71,7 @@ class TensorGroup:
         contributors: The names of these contributors.
         inputs: The vectors of these contributors.
         reference: The vector of the global model, if the rule uses it.
+        first: Index of the first number within the complete group, of which this may be a part.
         ends: The end of each tensor in the vector.
     """
 
@@ -59,6 +83,7 @@ class TensorGroup:
     contributors: tuple[str, ...]
     inputs: tuple[InputVector, ...]
     reference: InputVector | None = None
+    first: int = 0
     ends: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +99,7 @@ class TensorGroup:
             try:
                 until.enter_context(vector)
             except Exception as error:
-                raise ContributionError(contributor, error) from error
+                raise_input_error(contributor, error)
         if self.reference is not None:
             until.enter_context(self.reference)
 
@@ -125,7 +150,7 @@ class Tile:
         except MemoryError:
             raise
         except Exception as error:
-            raise ContributionError(contributor, error) from error
+            raise_input_error(contributor, error)
         if self._non_finite != "keep" and not _all_finite(values):
             raise ContributionError(contributor, self._where_not_finite(contributor, values))
         return self._clean(values)

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from contextlib import ExitStack
 from itertools import accumulate, groupby
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -22,9 +22,8 @@ from nvflare_lazy.tensors.tensor_file import FileSource
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from typing_extensions import Self
+    from typing_extensions import Buffer, Self
 
-    from nvflare_lazy.formats.safetensors.writer import StreamingWriter
     from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.entry import TensorEntry, TensorSpec
     from nvflare_lazy.tensors.tensor_file import TensorFile
@@ -55,15 +54,39 @@ class InputVector:
 
     def __init__(self, entries: Sequence[TensorEntry], dtype: torch.dtype) -> None:
         self.dtype = real_dtype(dtype)
-        self._sources: list[ByteSource] = []
+        sources: list[ByteSource] = []
         for own, some in groupby((entry for entry in entries if entry.numel), lambda entry: entry.dtype):
-            sources = _joined([entry.rows() for entry in some])
-            self._sources += sources if own is dtype else [CastSource(source, own, dtype) for source in sources]
-        self._ends = list(accumulate(source.nbytes for source in self._sources))
+            joined = _joined([entry.rows() for entry in some])
+            sources += joined if own is dtype else [CastSource(source, own, dtype) for source in joined]
+        self._set_sources(sources)
+
+    @classmethod
+    def over(cls, sources: Sequence[ByteSource], dtype: torch.dtype) -> InputVector:
+        """Return the vector of the elements of some sources, which have this dtype already."""
+        vector = cls((), dtype)
+        vector._set_sources(sources)
+        return vector
+
+    def _set_sources(self, sources: Sequence[ByteSource]) -> None:
+        self._sources = [*sources]
+        self._ends = list(accumulate(source.nbytes for source in sources))
         self.nbytes = self._ends[-1] if self._ends else 0
         self.numel = self.nbytes // self.dtype.itemsize
         self._borrowed = ExitStack()
-        self._places: list[tuple[int, int] | None] = [None] * len(self._sources)
+        self._places: list[tuple[int, int] | None] = [None] * len(sources)
+
+    def sources(self, start: int, count: int) -> list[ByteSource]:
+        """Return the sources of `count` elements starting at `start`, for `over`."""
+        begin, stop = start * self.dtype.itemsize, (start + count) * self.dtype.itemsize
+        found = []
+        for index in range(bisect_right(self._ends, begin), len(self._sources)):
+            source = self._sources[index]
+            first = self._ends[index] - source.nbytes
+            if first >= stop:
+                break
+            inside = max(begin - first, 0)
+            found.append(source.slice(inside, min(stop - first, source.nbytes) - inside))
+        return found
 
     def __enter__(self) -> Self:
         with ExitStack() as borrowed:
@@ -112,10 +135,17 @@ class _Stretch(NamedTuple):
     end: int
 
 
+class TensorWriter(Protocol):
+    """The writer of an `OutputVector`, such as a `StreamingWriter`."""
+
+    def write(self, name: str, offset: int, data: Buffer) -> None:
+        """Write bytes of a tensor at an offset, from any thread."""
+
+
 class OutputVector:
     """Tensors of a file that is being written, all of one dtype, one after the other."""
 
-    def __init__(self, names: Sequence[str], sizes: Sequence[int], dtype: torch.dtype, writer: StreamingWriter) -> None:
+    def __init__(self, names: Sequence[str], sizes: Sequence[int], dtype: torch.dtype, writer: TensorWriter) -> None:
         self.dtype = dtype
         self._writer = writer
         ends = accumulate(size * dtype.itemsize for size in sizes)

@@ -32,9 +32,10 @@ class Progress:
     """The progress of a pass over the contributions.
 
     Attributes:
-        stage: The purpose of the pass, for example "mean" or "pairwise distances".
-        done: Bytes of contributions that have been read.
-        total: Bytes to read in this pass.
+        stage: The purpose of the pass, for example "mean" or "pairwise distances", or "upload" while the result is
+            uploaded.
+        done: Bytes of contributions that have been read, or of the result that have been uploaded.
+        total: Bytes to read in this pass, or to upload.
     """
 
     stage: str
@@ -59,17 +60,32 @@ class PassMonitor:
         self._total = 0
         self._done = 0
         self._reported: Progress | None = None
+        self._stopped = False
         self._lock = threading.Lock()
 
     def start(self, stage: str, total: int) -> None:
         """Start a pass over `total` bytes."""
-        self._stage, self._total, self._done = stage, total, 0
+        self._stage, self._total, self._done, self._stopped = stage, total, 0, False
         self.poll()
 
     def advance(self, nbytes: int) -> None:
         """Count bytes that have been read."""
         with self._lock:
             self._done += nbytes
+
+    def upload(self, done: int, total: int) -> None:
+        """Report how many of the result's bytes have been uploaded; raise if the caller has cancelled."""
+        self._stage, self._done, self._total = "upload", done, total
+        self.poll()
+
+    def stop(self) -> None:
+        """Make `check` raise in the threads of this pass."""
+        self._stopped = True
+
+    def check(self) -> None:
+        """Raise if the pass has ended early: for threads that wait within a tile."""
+        if self._stopped:
+            raise AggregationCancelledError("aggregation cancelled; no output was written")
 
     def poll(self) -> None:
         """Report progress; raise if the caller has cancelled."""
@@ -165,6 +181,9 @@ def run_tiles(
             while thread.is_alive():
                 thread.join(_SECONDS_BETWEEN_REPORTS)
                 monitor.poll()
+    except BaseException:
+        monitor.stop()
+        raise
     finally:
         one_pass.stopped = True
         started.abort()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nvflare_lazy.aggregation._engine.rounding import FLOATS
+from nvflare_lazy.aggregation._engine.unlocked import sort
 
 if TYPE_CHECKING:
     from nvflare_lazy.aggregation._engine.tile import Tile
@@ -109,13 +110,11 @@ def _load(wire: tuple[torch.Tensor, memoryview], index: int, tile: Tile, *, has_
 
 
 def _sort(wires: list[torch.Tensor], spare: torch.Tensor, first: int, last: int) -> list[torch.Tensor]:
-    for low, high, needs_low, needs_high in sorting_network(len(wires), first, last):
-        if needs_low and needs_high:
-            torch.minimum(wires[low], wires[high], out=spare)
-            torch.maximum(wires[low], wires[high], out=wires[high])
-            wires[low], spare = spare, wires[low]
-        elif needs_low:
-            torch.minimum(wires[low], wires[high], out=wires[low])
-        else:
-            torch.maximum(wires[low], wires[high], out=wires[high])
-    return wires[first : last + 1]
+    return sort(wires, spare, *_as_lists(len(wires), first, last))[first : last + 1]
+
+
+@cache
+def _as_lists(wires: int, first: int, last: int) -> tuple[list[int], list[int], list[int]]:
+    comparisons = sorting_network(wires, first, last)
+    needs = [needs_low + 2 * needs_high for _, _, needs_low, needs_high in comparisons]
+    return [low for low, _, _, _ in comparisons], [high for _, high, _, _ in comparisons], needs

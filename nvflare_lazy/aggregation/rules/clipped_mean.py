@@ -71,7 +71,7 @@ class ClippedMean(Rule):
         is_full = this_round.params_type == "FULL"
         if is_full and not this_round.has_reference:
             raise MissingReferenceError(
-                "clipped_mean clips differences from the global model, but the contributions are whole models; pass "
+                "clipped_mean clips differences from the global model, but the contributions are full models; pass "
                 "the global model as reference, or send differences and set params_type='DIFF'"
             )
         norms = np.sqrt(this_round.compute_statistic(SquaredNorms(from_reference=is_full)))
@@ -79,7 +79,7 @@ class ClippedMean(Rule):
         weights = scale_weights(this_round.weights)
         std = self.noise_multiplier * self.clip_norm * float(weights.max() / weights.sum())
         if std:
-            # Values of single contributors would reveal what the noise has to hide.
+            # Values of single contributors would reveal data that the noise must hide.
             this_round.annotate(noise_std=std, seeded_by="caller" if self.seed is not None else "operating system")
         else:
             this_round.annotate(
@@ -110,11 +110,12 @@ class GaussianNoise:
     def add_to(self, values: torch.Tensor, tile: Tile) -> None:
         """Add noise to the values of a tile."""
         array = values.numpy()
-        stop = tile.start + tile.count
-        for number in range(tile.start // _BLOCK, -(-stop // _BLOCK)):
+        start = tile.group.first + tile.start
+        stop = start + tile.count
+        for number in range(start // _BLOCK, -(-stop // _BLOCK)):
             counter = np.array([0, 0, number, tile.group.index], dtype=np.uint64)
             stream = np.random.Generator(np.random.Philox(key=self._key, counter=counter))
             begin = number * _BLOCK
-            first, last = max(begin, tile.start), min(begin + _BLOCK, stop)
+            first, last = max(begin, start), min(begin + _BLOCK, stop)
             noise = stream.standard_normal(last - begin)[first - begin :]
-            array[first - tile.start : last - tile.start] += self.std * noise
+            array[first - start : last - start] += self.std * noise
