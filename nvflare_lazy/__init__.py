@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nvflare_lazy.aggregation.api import aggregate as aggregate
+    from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict as LazyTensorDict
     from nvflare_lazy.formats.open_checkpoint import open as open
     from nvflare_lazy.formats.save_checkpoint import save as save
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor as LazyTensor

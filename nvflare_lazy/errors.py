@@ -39,6 +39,8 @@
     │   ├── MissingReferenceError (ValueError)       the rule requires the global model
     │   ├── MemoryBudgetError (ValueError)           the budget is too small for the smallest tiles
     │   ├── AggregationCancelledError                the caller cancelled the aggregation
+    │   ├── ExecutorError                            the executor lost the same part of the work several times
+    │   ├── SharedStorageError                       a worker does not see the files of the aggregation
     │   └── OptimizerStateError                      a server optimizer's state does not match the model
     └── FormatError (ValueError)                     a file breaks the rules of its format
         ├── UnknownFormatError                       not a checkpoint of a supported format
@@ -114,6 +116,26 @@ class SourceReleasedError(SourceError):
     """The tensor's bytes were released, for example by `LazyTensorDict.cleanup()`."""
 
 
+class RemoteError(SourceError):
+    """A remote file cannot be read or written: no access, no answer, or a server that lacks a feature."""
+
+
+class RemoteNotFoundError(RemoteError, FileNotFoundError):
+    """A remote file does not exist."""
+
+
+class RemoteDirectoryError(RemoteError, IsADirectoryError):
+    """A URL is that of a directory, where a file is required."""
+
+
+class RemoteFileChangedError(RemoteError):
+    """A remote file was replaced after it was opened; nothing of the new file was used."""
+
+
+class MissingPackageError(NVFlareLazyError, ImportError):
+    """An optional package is not installed; the message has the command that installs it."""
+
+
 class UnsupportedDtypeError(NVFlareLazyError, TypeError):
     """A dtype that the target format (NumPy, safetensors) does not support."""
 
@@ -127,7 +149,7 @@ class AggregationError(NVFlareLazyError):
 
 
 class NothingToAggregateError(AggregationError, ValueError):
-    """There are no contributors or no tensors, or all were skipped or excluded.
+    """No contributors or tensors were given, or all were skipped or excluded.
 
     Attributes:
         skipped: The error of each skipped contribution.
@@ -170,6 +192,14 @@ class AggregationCancelledError(AggregationError):
     """The caller cancelled the aggregation."""
 
 
+class ExecutorError(AggregationError):
+    """An executor cannot be used, or lost the same part of an aggregation several times."""
+
+
+class SharedStorageError(AggregationError):
+    """A worker does not see the inputs or the unfinished output of an aggregation."""
+
+
 class OptimizerStateError(AggregationError):
     """The stored state of a server optimizer does not belong to the model that it should update."""
 
@@ -179,7 +209,7 @@ class FormatError(NVFlareLazyError, ValueError):
 
 
 class UnknownFormatError(FormatError):
-    """The content is not a checkpoint of a supported format; the message says what it looks like."""
+    """The content is not a checkpoint of a supported format; the message describes it."""
 
 
 class PyTorchCheckpointError(FormatError):
@@ -191,7 +221,7 @@ class ArchiveError(PyTorchCheckpointError):
 
 
 class ForbiddenGlobalError(PyTorchCheckpointError):
-    """The pickle names a function or class that is not part of a state dict; nothing of it was run."""
+    """The pickle names a function or class that is not part of a state dict; no code of it was run."""
 
 
 class SectionError(PyTorchCheckpointError, LookupError):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -50,3 +51,13 @@ def no_gc() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """An empty file system in memory, which all tests in a process share."""
+    fs = pytest.importorskip("fsspec").filesystem("memory")
+    yield fs
+    fs.store.clear()
+    # Directories, which outlive their files.
+    fs.pseudo_dirs[:] = [""]

@@ -112,7 +112,7 @@ class OptimizerStep:
                     state_writer.copy(name, state[name].rows())
                 state_writer.commit()
                 states.record(state_path, after.digest())
-            tensors = LazyTensorDict.from_files(writer.commit(), metadata=writer.metadata)
+            tensors = writer.commit_and_open()
             if states is not None:
                 states.prune()
             return tensors

@@ -2,7 +2,8 @@
 """The aggregation of one round: repeated without each contribution that fails, until an attempt succeeds.
 
 Used by `Aggregation.run`. A contribution that cannot be read, or has forbidden values, is detected in the middle of a
-pass; the unfinished output is then removed, and the round starts over without that contribution.
+pass; the unfinished output is then removed, and the round starts over without that contribution. If an object store
+does not answer, the round fails instead.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy._text import get_logger, parse_size
+from nvflare_lazy.aggregation._distributed_passes import DistributedEngine, SharedDirectory
 from nvflare_lazy.aggregation._engine.passes import Engine
-from nvflare_lazy.aggregation._engine.tile import ContributionError
+from nvflare_lazy.aggregation._engine.tile import ContributionError, is_store_error
 from nvflare_lazy.aggregation.report import AggregationReport, Provenance, shares_of
 from nvflare_lazy.aggregation.rules.base import RoundContext
 from nvflare_lazy.aggregation.schema import (
@@ -36,6 +38,7 @@ from nvflare_lazy.errors import (
 )
 from nvflare_lazy.formats import StreamingWriter
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.formats.safetensors.writer import staging_path
 
 if TYPE_CHECKING:
     import os
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.aggregation._engine.tile_pool import PassMonitor
     from nvflare_lazy.aggregation.api import Aggregation
+    from nvflare_lazy.aggregation.executors import Workers
     from nvflare_lazy.aggregation.reduction import Reduction
     from nvflare_lazy.aggregation.rules import Rule
     from nvflare_lazy.aggregation.schema import RoundSchema
@@ -57,7 +61,7 @@ class AggregationResult:
 
     Attributes:
         tensors: The new model, opened from the file.
-        report: The contributions that were used, those that were skipped and why.
+        report: The used contributions, and the skipped ones with their reasons.
     """
 
     tensors: LazyTensorDict
@@ -77,8 +81,10 @@ class RoundExecution:
         reference: Mapping[str, Any] | None,
         monitor: PassMonitor,
         on_contribution_done: Callable[[str], object] | None,
+        workers: Workers | None = None,
     ) -> None:
         self._config = config
+        self._workers = workers
         self._rule = rule
         self._monitor = monitor
         self._on_contribution_done = on_contribution_done
@@ -140,13 +146,19 @@ class RoundExecution:
             non_finite=config.on_non_finite,
             monitor=self._monitor,
         )
+        distributed = None
+        if self._workers is not None:
+            shared = until_the_end.enter_context(SharedDirectory(staging_path(out, config.like)))
+            distributed = DistributedEngine(
+                engine, self._workers, shared, part_bytes=parse_size(config.part_size), fsync=config.fsync
+            )
         context = RoundContext(
             rule,
             schema.names,
             schema.weights,
             params_type=config.params_type,
             has_reference=self._reference is not None,
-            compute=engine.compute_statistic,
+            compute=(distributed or engine).compute_statistic,
         )
         reduction = rule.prepare(context)
         for group in groups:
@@ -173,10 +185,15 @@ class RoundExecution:
             max_shard_size=config.max_shard_size,
             like=config.like,
             fsync=config.fsync,
+            unfinished_in=None if distributed is None else distributed.directory,
+            check=self._monitor.check,
         )
         try:
-            engine.reduce(reduction, rule.describe()["name"], writer)
-            tensors = LazyTensorDict.from_files(writer.commit(), metadata=writer.metadata)
+            if distributed is not None:
+                distributed.reduce(reduction, rule.describe()["name"], writer)
+            else:
+                engine.reduce(reduction, rule.describe()["name"], writer)
+            tensors = writer.commit_and_open(self._monitor.upload)
             return tensors, schema, provenance, reduction
         finally:
             writer.abort()
@@ -212,6 +229,8 @@ class RoundExecution:
                 raise
             self._skip(name, error)
         except Exception as error:
+            if is_store_error(error):
+                raise
             self._skip(name, error)
 
     def _skip(self, name: str, error: Exception) -> None:

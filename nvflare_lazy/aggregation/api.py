@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -16,6 +17,7 @@ from nvflare_lazy._text import parse_size
 from nvflare_lazy.aggregation._engine.tile import NonFinitePolicy
 from nvflare_lazy.aggregation._engine.tile_pool import PassMonitor, Progress
 from nvflare_lazy.aggregation._round_execution import AggregationResult, RoundExecution
+from nvflare_lazy.aggregation.executors import ExecutorSpec, Workers, workers_of
 from nvflare_lazy.aggregation.rules import Rule, to_rule
 from nvflare_lazy.aggregation.schema import MismatchPolicy
 
@@ -50,7 +52,7 @@ class Aggregation:
         threads: Number of threads. Default: one per core.
         tile_size: Maximum bytes of a tile in the dtype of its tensors, for example "1MiB". Default: the fastest size.
         exclude: Regular expression; tensors whose names match it are excluded from the result.
-        on_mismatch: If the names, shapes or dtypes of a contribution differ from those of most contributions, or of the
+        on_mismatch: If the names, shapes or dtypes of a contribution differ from most contributions, or from the
             global model: raise ("error"), or "skip" the contribution.
         on_non_finite: If a floating-point tensor of a contribution contains NaN or infinity: compute with it ("keep"),
             "skip" the contribution, or raise ("error").
@@ -59,6 +61,11 @@ class Aggregation:
         like: A Hugging Face directory, whose configuration and tokenizer are copied next to the result.
         fsync: Whether the result must survive a power failure. Without it, writing is faster; set False if a later step
             flushes the file.
+        executor: Workers that compute parts of the result: an executor of `concurrent.futures`, for example a Dask
+            client's, or "processes", "dask" or "ray", alone or with arguments; see `Workers`. Inputs and outputs must
+            be on storage that the workers share. Default: threads of this process. With an executor, `memory_budget`
+            and `threads` apply to each part, and the default is one thread.
+        part_size: Bytes that a part reads, about. The result does not depend on it.
 
     Example:
         >>> aggregation = Aggregation(rule="median", on_mismatch="skip")
@@ -78,6 +85,8 @@ class Aggregation:
     max_shard_size: int | str | None = None
     like: str | os.PathLike[str] | None = None
     fsync: bool = True
+    executor: ExecutorSpec | Workers | None = None
+    part_size: int | str = "512MiB"
 
     def __post_init__(self) -> None:
         to_rule(self.rule)
@@ -92,9 +101,11 @@ class Aggregation:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value!r}")
-        for name in ("memory_budget", "tile_size", "max_shard_size"):
+        for name in ("memory_budget", "tile_size", "max_shard_size", "part_size"):
             if getattr(self, name) is not None:
                 parse_size(getattr(self, name))
+        if self.executor is not None and not isinstance(self.executor, Workers):
+            Workers(self.executor)
         if self.exclude is not None:
             try:
                 re.compile(self.exclude)
@@ -129,17 +140,21 @@ class Aggregation:
                 longer read.
 
         Raises:
-            AggregationError: If there is no result; `errors.py` lists the subclasses.
+            AggregationError: If no result can be computed; `errors.py` lists the subclasses.
+            RemoteError: If the store of an input at a URL does not answer, or denies access.
         """
-        return RoundExecution(
-            self,
-            to_rule(self.rule),
-            contributions,
-            weights=weights,
-            reference=reference,
-            monitor=PassMonitor(progress, should_cancel),
-            on_contribution_done=on_contribution_done,
-        ).run(out, metadata or {})
+        with ExitStack() as until_done:
+            workers = None if self.executor is None else until_done.enter_context(workers_of(self.executor))
+            return RoundExecution(
+                self,
+                to_rule(self.rule),
+                contributions,
+                weights=weights,
+                reference=reference,
+                monitor=PassMonitor(progress, should_cancel),
+                on_contribution_done=on_contribution_done,
+                workers=workers,
+            ).run(out, metadata or {})
 
 
 def aggregate(
@@ -159,6 +174,8 @@ def aggregate(
     max_shard_size: int | str | None = None,
     like: str | os.PathLike[str] | None = None,
     fsync: bool = True,
+    executor: ExecutorSpec | Workers | None = None,
+    part_size: int | str = "512MiB",
     reference: Mapping[str, Any] | None = None,
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[Progress], object] | None = None,
@@ -169,7 +186,8 @@ def aggregate(
     """Aggregate many models into one, tile by tile, within a memory budget.
 
     Contributions are processed in the order of their names; values are summed in float64 and rounded once. The same
-    contributions give the same bits. A contribution that cannot be read is skipped.
+    contributions give the same bits. A contribution that cannot be read is skipped. If the store of an input at a URL
+    does not answer, or denies access, `RemoteError` is raised.
 
     Args:
         contributions: For each contributor, tensors or arrays by name, lazy or not.
@@ -177,7 +195,7 @@ def aggregate(
         rule: The rule: a name, a name with parameters, or an object.
         weights: Weights by contributor. Default: equal weights.
         memory_budget: Bytes of memory for tiles.
-        params_type: See `Aggregation`, which describes all arguments down to `fsync`.
+        params_type: See `Aggregation`, which describes all arguments down to `part_size`.
         threads: Number of threads.
         tile_size: Maximum bytes of a tile.
         exclude: Regular expression; tensors whose names match it are excluded.
@@ -187,6 +205,8 @@ def aggregate(
         max_shard_size: Maximum bytes of a file.
         like: A Hugging Face directory whose other files are copied next to the result.
         fsync: Whether the result must survive a power failure.
+        executor: Workers that compute parts of the result.
+        part_size: Bytes that a part reads, about.
         reference: The global model; see `Aggregation.run`, which describes all arguments down to
             `on_contribution_done`.
         metadata: Text to store in the result.
@@ -215,6 +235,8 @@ def aggregate(
         max_shard_size,
         like,
         fsync,
+        executor,
+        part_size,
     )
     result = aggregation.run(
         contributions,

@@ -12,7 +12,7 @@ import re
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.cells import cell_len
@@ -20,7 +20,7 @@ from rich.cells import cell_len
 from nvflare_lazy._text import format_size, parse_size, printable, to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
     import torch
 
@@ -88,6 +88,20 @@ max_shard_size_option = click.option(
 )
 
 
+class HuggingFaceDirectory(click.Path):
+    """A local directory; the message for a URL tells that it is not supported."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, file_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from nvflare_lazy.remote.url import display, is_url
+
+        if is_url(value):
+            self.fail(f"{display(value)} is a URL; download the directory, and give its local path.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def _like_directory(context: click.Context, parameter: click.Parameter, value: str | None) -> ModelDirectory | None:
     """Click callback: open a Hugging Face directory."""
     if value is None or context.resilient_parsing:
@@ -104,21 +118,34 @@ def _like_directory(context: click.Context, parameter: click.Parameter, value: s
 like_option = click.option(
     "--like",
     metavar="HF_DIR",
-    type=click.Path(exists=True, file_okay=False),
+    type=HuggingFaceDirectory(),
     callback=_like_directory,
     help="Hugging Face directory whose configuration, tokenizer and other files are copied next to the output.",
 )
 
 
 def resolve_output(path: str, option: str, *, force: bool, like: ModelDirectory | None = None) -> str:
-    """Return the path of the checkpoint to write: a file, or a directory that does not exist yet.
+    """Return the path or URL of the checkpoint to write: a file, or a local directory that does not exist yet.
 
     Fails if it exists, or if a file of `like` does, unless `force` permits to replace it. `option` is the argument's
     name for messages.
     """
-    from nvflare_lazy.formats.safetensors.shards import OTHER_SUFFIXES, SUFFIX, index_path, parse_shard_name, shard_stem
+    from nvflare_lazy.formats.safetensors.shards import OTHER_SUFFIXES, SUFFIX
     from nvflare_lazy.formats.safetensors.writer import checkpoint_path
+    from nvflare_lazy.remote.url import basename, child, display, is_url, parent
 
+    if is_url(path):
+        path = checkpoint_path(path, like)
+        if not force:
+            from nvflare_lazy.remote.upload import RemoteDirectory
+
+            directory = parent(path)
+            taken = _taken(basename(path), RemoteDirectory(directory).names(), like)
+            if taken:
+                raise click.ClickException(
+                    f"{printable(display(child(directory, taken[0])))} exists; set --force to replace it"
+                )
+        return path
     if not path.endswith(SUFFIX) and not os.path.isdir(path):
         if path.endswith((*OTHER_SUFFIXES, ".json")) or os.path.exists(path):
             raise click.UsageError(f"{option} must be a directory or end in .safetensors, got {path!r}.")
@@ -127,15 +154,21 @@ def resolve_output(path: str, option: str, *, force: bool, like: ModelDirectory 
     directory = os.path.dirname(path)
     if force:
         return path
-    names = os.listdir(directory or ".")
-    shards = {name for name in names if (shard := parse_shard_name(name)) and shard.stem == shard_stem(path)}
-    written = {os.path.basename(path), os.path.basename(index_path(path)), *shards}
-    if like is not None and not os.path.samefile(like.path, directory or "."):
-        written.update(map(str, like.companions()))
-    taken = sorted(shards.union(names) & written)
+    is_own = like is not None and os.path.samefile(like.path, directory or ".")
+    taken = _taken(os.path.basename(path), os.listdir(directory or "."), None if is_own else like)
     if taken:
         raise click.ClickException(f"{printable(os.path.join(directory, taken[0]))} exists; set --force to replace it")
     return path
+
+
+def _taken(name: str, names: Iterable[str], like: ModelDirectory | None) -> list[str]:
+    """Return which of the files of a directory a checkpoint of this name would replace."""
+    from nvflare_lazy.formats.safetensors.shards import index_path, parse_shard_name, shard_stem
+
+    names = set(names)
+    shards = {other for other in names if (shard := parse_shard_name(other)) and shard.stem == shard_stem(name)}
+    written = {name, index_path(name), *shards, *(() if like is None else map(str, like.companions()))}
+    return sorted(names & written)
 
 
 def save_and_print(
@@ -164,8 +197,12 @@ def save_and_print(
         click.echo(f"Skipped, not tensors: {', '.join(map(printable, tensors.extras))}", err=True)
 
 
-def display_path(saved: Path, target: str) -> str:
-    """Return the path of a saved checkpoint, relative if the user's `target` was relative."""
+def display_path(saved: Path | str, target: str) -> str:
+    """Return the path of a saved checkpoint, relative if the user's `target` was relative, or its URL."""
+    from nvflare_lazy.remote.url import display
+
+    if isinstance(saved, str):
+        return display(saved)
     same_directory = os.path.join(os.path.dirname(target), saved.name)
     # A symbolic link leads to another directory.
     return same_directory if os.path.realpath(same_directory) == os.path.realpath(saved) else str(saved)

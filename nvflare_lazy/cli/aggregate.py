@@ -69,7 +69,7 @@ def _weights(context: click.Context, parameter: click.Parameter, value: str | No
     required=True,
     metavar="FILE_OR_DIR",
     type=click.Path(),
-    help="Output: NAME.safetensors, or a directory, which is created if it is missing.",
+    help="Output: NAME.safetensors, or a directory, which is created if it is missing; or the URL of either.",
 )
 @click.option(
     "--rule",
@@ -98,7 +98,18 @@ def _weights(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option(
     "--memory-budget", default="256MiB", show_default=True, callback=size, metavar="SIZE", help="Memory to use."
 )
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Threads to use. Default: one per core.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Threads to use. Default: one per core, or one per worker.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Processes that compute parts of the output, each with its own memory budget and one thread. Default: none.",
+)
 @click.option("--exclude", callback=regex, metavar="REGEX", help="Exclude tensors whose names match REGEX.")
 @click.option("--skip-invalid", is_flag=True, help="Skip INPUTS that do not match the others or contain NaN.")
 @max_shard_size_option
@@ -115,6 +126,7 @@ def aggregate(
     reference: str | None,
     memory_budget: int,
     threads: int | None,
+    workers: int | None,
     exclude: re.Pattern[str] | None,
     skip_invalid: bool,
     max_shard_size: int | None,
@@ -127,9 +139,14 @@ def aggregate(
     Each INPUT is a safetensors file, the index or directory of a sharded checkpoint, or a PyTorch checkpoint. Inputs
     are processed in name order, so the result does not depend on the argument order.
 
-    An INPUT that cannot be read completely is skipped, and the exit code is 1. The output is written atomically.
+    An INPUT that cannot be read completely is skipped, and the exit code is 1. The output is written atomically. The
+    output may be a URL, such as s3://bucket/model.safetensors.
     """
-    if len(set(inputs)) < len(inputs):
+    from nvflare_lazy.remote.url import display, is_url
+
+    # The result names its contributors, and must not contain the signature of a URL.
+    names = [display(source) if is_url(source) else source for source in inputs]
+    if len(set(names)) < len(names):
         raise click.UsageError("The same INPUT is given twice; set --weights to give it more weight.")
     if weights is not None and len(weights) != len(inputs):
         raise click.UsageError(f"--weights has {len(weights)} numbers for {len(inputs)} INPUTS.")
@@ -151,24 +168,26 @@ def aggregate(
             on_non_finite="skip" if skip_invalid else "keep",
             max_shard_size=max_shard_size,
             like=like,
+            executor=None if workers is None else {"name": "processes", "max_workers": workers},
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     # Skipped inputs are printed at the end instead of logged as warnings.
     logging.getLogger("nvflare_lazy.aggregation").addHandler(logging.NullHandler())
-    contributions = {source: nvflare_lazy.open(source) for source in inputs}
+    contributions = {name: nvflare_lazy.open(source) for name, source in zip(names, inputs, strict=True)}
     with ExitStack() as bars:
         result = aggregation.run(
             contributions,
             target,
-            weights=None if weights is None else dict(zip(inputs, weights, strict=True)),
+            weights=None if weights is None else dict(zip(names, weights, strict=True)),
             reference=None if reference is None else nvflare_lazy.open(reference),
             progress=_progress_bars(bars),
         )
     report = result.report
-    real = os.path.realpath(checkpoint_path(target, like))
-    saved = Path(real if os.path.exists(real) else index_path(real))
-    path = display_path(saved, target)
+    saved = checkpoint_path(target, like)
+    if max_shard_size is not None and report.nbytes > max_shard_size:
+        saved = index_path(saved)
+    path = display_path(saved if is_url(target) else Path(os.path.realpath(saved)), target)
     if as_json:
         print_json({"path": path, **report.as_dict()})
     else:
@@ -189,7 +208,8 @@ def _progress_bars(bars: ExitStack) -> Callable[[Progress], None]:
         if report.stage != stage or report.done < seen:
             bars.close()
             stage, seen = report.stage, 0
-            advance = bars.enter_context(progress(f"Reading for {stage}", report.total))
+            what = "Uploading" if stage == "upload" else f"Reading for {stage}"
+            advance = bars.enter_context(progress(what, report.total))
         advance(report.done - seen)
         seen = report.done
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nvflare_lazy.cli._common import (
+    HuggingFaceDirectory,
     dtype_option,
     json_option,
     max_shard_size_option,
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
     "--base",
     required=True,
     metavar="HF_DIR",
-    type=click.Path(exists=True, file_okay=False),
+    type=HuggingFaceDirectory(),
     help="Initial Hugging Face directory of the job: a model, or a PEFT adapter.",
 )
 @click.option("--adapter", is_flag=True, help="RESULT is an adapter, also if HF_DIR has a config.json.")
-@click.option("-o", "--out", required=True, metavar="OUT", type=click.Path(), help="Directory to write.")
+@click.option("-o", "--out", required=True, metavar="OUT", type=click.Path(), help="Directory to write, or its URL.")
 @section_option
 @dtype_option
 @max_shard_size_option

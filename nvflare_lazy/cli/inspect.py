@@ -53,6 +53,7 @@ def inspect(file: str, section: str | None, match: re.Pattern[str] | None, as_js
     A model of a job has its provenance: job, round, contributors and their weights, rule, and the initial model.
     """
     import nvflare_lazy
+    from nvflare_lazy.remote.url import display, is_url
 
     tensors = nvflare_lazy.open(file, section=section)
     rows = [_row(name, entry) for name, entry in tensors.entries.items() if match is None or match.search(name)]
@@ -62,7 +63,7 @@ def inspect(file: str, section: str | None, match: re.Pattern[str] | None, as_js
     provenance, other = _provenance(tensors.metadata)
     if as_json:
         document = {
-            "file": file,
+            "file": display(file) if is_url(file) else file,
             "metadata": dict(tensors.metadata),
             "provenance": provenance,
             "extras": tensors.extras,

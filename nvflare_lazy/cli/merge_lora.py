@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nvflare_lazy.cli._common import dtype_option, json_option, max_shard_size_option, resolve_output, save_and_print
+from nvflare_lazy.cli._common import (
+    HuggingFaceDirectory,
+    dtype_option,
+    json_option,
+    max_shard_size_option,
+    resolve_output,
+    save_and_print,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -19,8 +26,8 @@ if TYPE_CHECKING:
 @click.command(
     "merge-lora", epilog="Example: nvflare-lazy merge-lora models/base models/adapter models/merged --dtype bf16"
 )
-@click.argument("base", metavar="BASE", type=click.Path(exists=True, file_okay=False))
-@click.argument("adapter", metavar="ADAPTER", type=click.Path(exists=True, file_okay=False))
+@click.argument("base", metavar="BASE", type=HuggingFaceDirectory())
+@click.argument("adapter", metavar="ADAPTER", type=HuggingFaceDirectory())
 @click.argument("out", metavar="OUT", type=click.Path())
 @dtype_option
 @max_shard_size_option

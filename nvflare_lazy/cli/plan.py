@@ -97,6 +97,7 @@ def plan(
     With --against, the exit code is 1 if the machine has too little memory or disk space.
     """
     from nvflare_lazy.job_plan import JobOptions, JobPlan, ModelSize
+    from nvflare_lazy.remote.url import display, is_url
 
     try:
         job = JobOptions(
@@ -111,7 +112,7 @@ def plan(
     found = JobPlan.of(ModelSize.of(model, section), job)
     shortages = None if against is None else _shortages(found, against, checkpoint_dir, site)
     if as_json:
-        document = {"file": model, **found.to_json()}
+        document = {"file": display(model) if is_url(model) else model, **found.to_json()}
         if shortages is not None:
             document["shortages"] = shortages
         print_json(document)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.dtypes import ElementType
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor
-    from nvflare_lazy.tensors.tensor_file import TensorFile
+    from nvflare_lazy.tensors.tensor_file import OpenFile
 
 _TILE_BYTES = 4 << 20
 
@@ -47,10 +47,13 @@ def verify(
 
     The exit code is 0 if all files are valid, and 1 if any is not.
     """
+    from nvflare_lazy.remote.url import display, is_url
+
     failed = 0
     reports = []
-    for file in files:
-        report = check(file, section=section, finite=check_finite)
+    for path in files:
+        report = check(path, section=section, finite=check_finite)
+        file = display(path) if is_url(path) else path
         failed += bool(report.problems)
         if as_json:
             reports.append({"file": file, "ok": not report.problems, **asdict(report)})
@@ -145,11 +148,9 @@ def _read(source: ByteSource, done: Callable[[int], None]) -> None:
         pass
 
 
-def _check_sum(file: TensorFile, record: ZipRecord, done: Callable[[int], None]) -> str | None:
-    from nvflare_lazy.tensors.tensor_file import FileSource
-
+def _check_sum(file: OpenFile, record: ZipRecord, done: Callable[[int], None]) -> str | None:
     found = 0
-    source = FileSource(file, record.offset, record.nbytes)
+    source = file.source(record.offset, record.nbytes)
     for part in _tiles(source, memoryview(bytearray(_TILE_BYTES)), done):
         found = zlib.crc32(part, found)
     # torch can be told to leave the checksums out, and then writes 0.
@@ -166,7 +167,7 @@ def _check_values(tensor: LazyTensor, done: Callable[[int], None]) -> str | None
     first = None
     for part in _tiles(tensor.source, tile, done):
         values = torch.frombuffer(part, dtype=tensor.dtype)
-        # There is no arithmetic on 8-bit floats.
+        # NumPy and torch have no arithmetic on 8-bit floats.
         values = values.float() if tensor.dtype.itemsize == 1 else values
         good = values.isfinite()
         if not good.all():

@@ -2,7 +2,8 @@
 """Atomic replacement of one checkpoint by the next, even if the power fails.
 
 The last step of every save. A single file is replaced by one rename. Several shards cannot be, so they are published
-under names that no checkpoint in the directory uses, and become valid when an index lists them.
+under names that no checkpoint in the directory uses, and become valid when an index lists them. `_remote_commit` does
+the same at a URL.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import get_logger
 from nvflare_lazy.errors import FormatError
 from nvflare_lazy.formats.atomic_file import AtomicFile, directory_descriptor, sync_directory
+from nvflare_lazy.formats.safetensors.header import end_of
 from nvflare_lazy.formats.safetensors.shards import (
     INDEX_SUFFIX,
     SUFFIX,
@@ -29,11 +33,106 @@ from nvflare_lazy.formats.safetensors.shards import (
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from nvflare_lazy.formats.hugging_face.model_directory import ModelDirectory
     from nvflare_lazy.tensors.tensor_file import StoredTensor
 
+    #: Receives the uploaded bytes and the total during uploads; an exception cancels.
+    OnWait = Callable[[int, int], object]
+
 logger = get_logger(__name__)
+
+
+@dataclass
+class Shard:
+    """One file of a checkpoint being written.
+
+    Attributes:
+        number: Which one, from 0.
+        header: Its first bytes.
+        contents: Its tensors.
+        missing: The number of bytes of tensors that have not been written.
+        file: The file, or None until its first byte is written.
+        lock: Held while the file is created.
+    """
+
+    number: int
+    header: bytes
+    contents: Mapping[str, StoredTensor]
+    missing: int
+    file: AtomicFile | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def size(self) -> int:
+        """The bytes of the file."""
+        return end_of(self.contents, len(self.header))
+
+
+class LocalOutput:
+    """Where the files of a checkpoint are written: next to the place where they will appear.
+
+    Args:
+        path: Where the checkpoint will appear.
+        fsync: Have the bytes on the disk before.
+        unfinished_in: The directory in which other processes open the files until then, or None.
+    """
+
+    def __init__(self, path: str, *, fsync: bool, unfinished_in: str | None) -> None:
+        self._path = path
+        self._fsync = fsync
+        self._unfinished_in = unfinished_in
+
+    def start(self, shards: Sequence[Shard]) -> None:
+        """Create all files, so that a disk without room for them is noticed now."""
+        for shard in shards:
+            shard.file = self.new_file(shard)
+
+    def new_file(self, shard: Shard) -> AtomicFile:
+        """Return a file with the header of a shard, and room for its tensors."""
+        hidden = hidden_path(self._unfinished_in, shard)
+        return start_file(AtomicFile(self._path, fsync=self._fsync, hidden=hidden), shard, is_shared=hidden is not None)
+
+    def complete(self, shard: Shard) -> None:
+        """Nothing is left to do when all bytes of a file are written: the files are published together."""
+
+    def publish(self, shards: Sequence[Shard], like: ModelDirectory | None, on_wait: OnWait | None) -> list[TensorFile]:
+        """Publish the checkpoint, and return its files, open."""
+        if like is not None:
+            # Before the weights: a directory with weights is complete.
+            like.copy_companions(os.path.dirname(self._path))
+        written = [(shard.file, shard.contents) for shard in shards if shard.file is not None]
+        if len(shards) == 1:
+            publish_file(written[0][0])
+        else:
+            publish_shards(written, self._path)
+        return [
+            TensorFile(file.path, descriptor=file.duplicate(), contents=contents, shareable=True)
+            for file, contents in written
+        ]
+
+    def abort(self) -> None:
+        """Nothing is left: files that are closed before they are published are removed."""
+
+
+def hidden_path(unfinished_in: str | None, shard: Shard) -> str | None:
+    """Return where other processes open the file of a shard until it is complete."""
+    return None if unfinished_in is None else os.path.join(unfinished_in, str(shard.number))
+
+
+def start_file(file: AtomicFile, shard: Shard, *, is_shared: bool) -> AtomicFile:
+    """Reserve the space of a shard in a new file, which other processes may write to, and write its header."""
+    try:
+        file.reserve(shard.size)
+        file.write_at(shard.header, 0)
+        if is_shared:
+            # The page that has the end of the header must not be written again after another machine wrote to it.
+            file.sync()
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def publish_file(file: AtomicFile) -> None:
@@ -57,7 +156,7 @@ def publish_shards(shards: Sequence[tuple[AtomicFile, Mapping[str, StoredTensor]
     with AtomicFile(index_path(path)) as index, _locked(directory):
         garbage = _shards_of(path)
         names = _free_names(directory, path, len(shards))
-        index.write_at(_index_text({name: tensors for name, (_, tensors) in zip(names, shards, strict=True)}), 0)
+        index.write_at(index_text({name: tensors for name, (_, tensors) in zip(names, shards, strict=True)}), 0)
         index.sync()
         try:
             for name, (file, _) in zip(names, shards, strict=True):
@@ -77,7 +176,7 @@ def publish_shards(shards: Sequence[tuple[AtomicFile, Mapping[str, StoredTensor]
         sync_directory(directory)
 
 
-def _index_text(files: Mapping[str, Mapping[str, StoredTensor]]) -> bytes:
+def index_text(files: Mapping[str, Mapping[str, StoredTensor]]) -> bytes:
     """Return the text of an index, with the members that transformers writes."""
     stored = [tensor for tensors in files.values() for tensor in tensors.values()]
     index = {

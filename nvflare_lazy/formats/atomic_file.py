@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AtomicFile`: a new file that gets its name when it is complete, so readers see all of it or nothing.
+"""`AtomicFile`: a new file that gets its name when it is complete, so readers see the complete file or none.
 
 All checkpoints are written with it. If the file system supports it, the file has no name at all until then, so that the
 kernel removes it with the process, even after `kill -9`.
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.tensors.tensor_file import TensorFile
 
-_OUT_OF_SPACE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+#: Errors of a full disk, or of an exceeded quota.
+OUT_OF_SPACE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 # What file systems answer that have no files without names (NFS, 9p, FUSE), and kernels that know none.
 _NO_NAMELESS_FILES = frozenset((errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS))
 # Linux moves at most this much in one write; larger requests come back short.
@@ -43,15 +44,17 @@ if _fallocate is not None:
 
 
 class AtomicFile:
-    """A file being written next to where it will appear. Its permissions are what the umask leaves of 0666.
+    """A file that is written next to its target. Its permissions are 0666 without the bits of the umask.
 
     Args:
-        path: Where it will appear; a symbolic link is followed. What is there stays until then, and is replaced as
-            a whole.
-        fsync: Whether `sync` is going to be called: then the disk begins to write early, so that little is left to
-            wait for in the end.
+        path: The target; a symbolic link is followed. An existing file stays until then, and is replaced
+            atomically.
+        fsync: Whether the caller will use `sync`: then the disk starts to write early, which shortens the wait in the
+            end.
         existing: A complete file, which gets this path as another name instead of being copied. Raises `OSError` if it
             is removed, or on another file system.
+        hidden: The path of the file until then, which other processes can open. Default: none, if the file system
+            supports files without names.
 
     Example:
         >>> with AtomicFile("model.safetensors") as file:
@@ -60,13 +63,21 @@ class AtomicFile:
         ...     file.publish()
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, fsync: bool = True, existing: TensorFile | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        fsync: bool = True,
+        existing: TensorFile | None = None,
+        hidden: str | None = None,
+    ) -> None:
         self.fsync = fsync
         self.path = os.path.realpath(path)
         _refuse_irregular(self.path)
         self.directory, self._name = os.path.split(self.path)
+        self._is_shared = hidden is not None
         if existing is None:
-            self._fd, self._hidden = _create(self.directory, self._name)
+            self._fd, self._hidden = _create(self.directory, self._name, hidden)
         else:
             self._fd, self._hidden = _add_name(existing, _hidden_name(self.directory, self._name))
         self._discard: Callable[[], object] = weakref.finalize(self, _remove, self._fd, self._hidden)
@@ -77,6 +88,17 @@ class AtomicFile:
         self._published = False
         self._closed = False
 
+    @property
+    def unfinished_path(self) -> str:
+        """Where another process can open the file until it is published."""
+        assert self._hidden is not None
+        return self._hidden
+
+    def forget_name(self) -> None:
+        """Never publish the file: it leaves no trace, even after `kill -9`."""
+        if self._hidden is not None:
+            os.unlink(self._hidden)
+
     def reserve(self, nbytes: int) -> None:
         """Reserve disk space, or raise now if the disk is full.
 
@@ -86,8 +108,11 @@ class AtomicFile:
         with self.descriptor() as fd:
             if nbytes and _fallocate is not None and _fallocate(fd, 0, 0, nbytes) != 0:
                 number = ctypes.get_errno()
-                if number in _OUT_OF_SPACE:
+                if number in OUT_OF_SPACE:
                     raise OSError(number, os.strerror(number))
+            if self._is_shared:
+                # An NFS client that writes beyond the end of a file may write zeros around its bytes.
+                os.ftruncate(fd, nbytes)
 
     def write_at(self, data: Buffer, offset: int) -> None:
         """Write all of `data` at `offset`; from many threads, if they like."""
@@ -131,6 +156,9 @@ class AtomicFile:
 
     def duplicate(self) -> int:
         """Return one more descriptor of the file, for reading it after `close()`; the caller closes it."""
+        if self._is_shared:
+            # Opened again: an NFS client looks only then for what other machines have written.
+            return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
         return os.dup(self._fd)
 
     def is_published(self) -> bool:
@@ -163,11 +191,11 @@ class AtomicFile:
         try:
             yield self._fd
         except OSError as error:
-            if error.errno not in _OUT_OF_SPACE:
+            if error.errno not in OUT_OF_SPACE:
                 raise
             raise DiskFullError(
                 error.errno,
-                f"no room for {self.path} ({error.strerror}); nothing was written: free some space, or save elsewhere",
+                f"no space for {self.path} ({error.strerror}), nothing was written; free some space, or save elsewhere",
             ) from error
         finally:
             with self._lock:
@@ -212,14 +240,15 @@ def directory_descriptor(path: str) -> Iterator[int]:
         os.close(fd)
 
 
-def _create(directory: str, name: str) -> tuple[int, str | None]:
-    """Return the descriptor of a new file, and its hidden name if it had to have one."""
-    try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o666), None
-    except OSError as error:
-        if error.errno not in _NO_NAMELESS_FILES:
-            raise
-    hidden = _hidden_name(directory, name)
+def _create(directory: str, name: str, hidden: str | None) -> tuple[int, str | None]:
+    """Return the descriptor of a new file, and its hidden name if it has one."""
+    if hidden is None:
+        try:
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o666), None
+        except OSError as error:
+            if error.errno not in _NO_NAMELESS_FILES:
+                raise
+        hidden = _hidden_name(directory, name)
     return os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666), hidden
 
 
@@ -241,7 +270,7 @@ def _refuse_irregular(path: str) -> None:
         return  # the path does not exist; other problems are reported when the file is created
     if not stat.S_ISREG(mode):
         what = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
-        raise SaveError(f"{path} is {what}, which saving would replace: choose another name")
+        raise SaveError(f"{path} is {what}, which saving would replace; choose another name")
 
 
 def _hidden_name(directory: str, name: str) -> str:

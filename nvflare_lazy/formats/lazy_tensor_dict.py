@@ -15,14 +15,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import SourceReleasedError
+from nvflare_lazy.errors import RemoteError, SourceReleasedError
 from nvflare_lazy.formats.safetensors.header import read_header
+from nvflare_lazy.remote import open_file
 from nvflare_lazy.tensors.byte_source import FailedSource
 from nvflare_lazy.tensors.entry import TensorEntry, entries_of
 from nvflare_lazy.tensors.tensor_file import TemporaryPath, TensorFile
 
 if TYPE_CHECKING:
     from nvflare_lazy.tensors.lazy_tensor import LazyTensor
+    from nvflare_lazy.tensors.tensor_file import OpenFile
 
 
 @runtime_checkable
@@ -59,7 +61,7 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
             self.own(TemporaryPath(temp_dir))
 
     @classmethod
-    def from_files(cls, files: Iterable[TensorFile], *, metadata: Mapping[str, str] | None = None) -> LazyTensorDict:
+    def from_files(cls, files: Iterable[OpenFile], *, metadata: Mapping[str, str] | None = None) -> LazyTensorDict:
         """Make one of all tensors in files with known contents, of which no two have a tensor of the same name."""
         entries: dict[str, TensorEntry] = {}
         for file in files:
@@ -135,7 +137,9 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
 
     def _open_file(self, path: str, key: str) -> dict[str, TensorEntry]:
         try:
-            file = TensorFile(path)
+            file = open_file(path)
+        except RemoteError:
+            raise
         except OSError as error:
             raise OSError(error.errno, f"cannot read tensor {quoted(key)}: {error.strerror}", path) from error
         file.contents = read_header(file).tensors
@@ -143,12 +147,16 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
             file.own(owner)
         return entries_of(file)
 
-    def _open_files(self) -> set[TensorFile]:
+    def _open_files(self) -> set[OpenFile]:
         return set().union(*map(_files, (self._entries, *self._opened.values())))
 
-    def files(self) -> set[TensorFile]:
+    def files(self) -> set[OpenFile]:
         """Return the files that the tensors are read from, open."""
         return _files(self.entries)
+
+    def local_files(self) -> list[TensorFile]:
+        """Return those of the files that have a path on this machine, sorted by it."""
+        return sorted((file for file in self.files() if isinstance(file, TensorFile)), key=lambda file: file.path)
 
     def own(self, owner: object) -> None:
         """Keep an object, such as scratch, alive for as long as this dictionary or a tensor from it.
@@ -218,6 +226,6 @@ class LazyTensorDict(Mapping[str, "LazyTensor"]):
                 owner.release()
 
 
-def _files(entries: Mapping[str, TensorEntry]) -> set[TensorFile]:
+def _files(entries: Mapping[str, TensorEntry]) -> set[OpenFile]:
     found = (entry.source.file() for entry in entries.values())
     return {file for file in found if file is not None}

@@ -10,13 +10,27 @@ import os
 import re
 import stat
 
-from nvflare_lazy.errors import MissingShardError, SectionError, UnknownFormatError
+from nvflare_lazy.errors import (
+    MissingShardError,
+    RemoteDirectoryError,
+    RemoteNotFoundError,
+    SectionError,
+    UnknownFormatError,
+)
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.pytorch import open_pytorch, sniff_pytorch
 from nvflare_lazy.formats.safetensors.header import MAX_HEADER_BYTES, PREFIX_BYTES
 from nvflare_lazy.formats.safetensors.reader import open_safetensors
-from nvflare_lazy.formats.safetensors.shards import INDEX_SUFFIX, WEIGHT_MAP, index_path, open_directory, open_index
-from nvflare_lazy.tensors.tensor_file import TensorFile
+from nvflare_lazy.formats.safetensors.shards import (
+    INDEX_SUFFIX,
+    WEIGHT_MAP,
+    in_directory,
+    index_path,
+    open_directory,
+    open_index,
+)
+from nvflare_lazy.remote import is_url, list_directory, open_file
+from nvflare_lazy.remote.url import display, parent, with_suffix
 
 #: Where NVFlare's PyTorch persistor keeps the weights in its files.
 NVFLARE_SECTION = "model"
@@ -34,18 +48,22 @@ def open(path: str | os.PathLike[str], *, section: str | None = None) -> LazyTen
 
     Args:
         path: A safetensors file, a PyTorch checkpoint of any age (zip, legacy, tar), the index of a sharded
-            checkpoint, or a directory with an index or with safetensors files.
+            checkpoint, or a directory with an index or with safetensors files. A URL ("s3://", "gs://", "hf://",
+            "https://") opens a remote one, with the extra `remote`.
         section: The part of a nested PyTorch checkpoint to open, for example "model".
 
     Raises:
         UnknownFormatError: The file has another format; the message describes it and what to do.
         FormatError: It is one of these and breaks its rules.
+        RemoteError: A URL cannot be read.
 
     Example:
         >>> tensors = nvflare_lazy.open("model.safetensors")
         >>> tensors["head.weight"][7].sum()  # reads one row
     """
     path = os.fspath(path)
+    if is_url(path):
+        return _open_url(path, section)
     directory = path if os.path.isdir(path) else os.path.dirname(os.path.realpath(path))
     for tried in range(_TRIES):
         before = _state_of(directory)
@@ -59,7 +77,7 @@ def open(path: str | os.PathLike[str], *, section: str | None = None) -> LazyTen
 
 
 def open_model(path: str | os.PathLike[str]) -> LazyTensorDict:
-    """Open a checkpoint without reading its tensors; of a file of NVFlare's PyTorch persistor, the model.
+    """Open a checkpoint without reading its tensors; in a file from NVFlare's PyTorch persistor, the model.
 
     Raises:
         FormatError: As `open`.
@@ -86,16 +104,39 @@ def _open_now(path: str, section: str | None) -> LazyTensorDict:
     if not os.path.isdir(path):
         return _open_file(path, section, is_shard=False)
     _refuse_section(path, section)
-    return open_directory(path, lambda name: _open_file(name, None, is_shard=False))
+    return _open_names(path, os.listdir(path))
+
+
+def _open_url(url: str, section: str | None) -> LazyTensorDict:
+    """Open a remote file or directory; an index that is replaced at this moment is not waited for."""
+    try:
+        return _open_file(url, section, is_shard=False)
+    except (RemoteNotFoundError, RemoteDirectoryError):
+        names = list_directory(url)
+        if names:
+            _refuse_section(url, section)
+            return _open_names(url, names)
+        try:
+            # As for a path: a sharded checkpoint has the name of its index without the suffix.
+            return _open_file(with_suffix(url, INDEX_SUFFIX), section, is_shard=False)
+        except RemoteNotFoundError:
+            pass
+        raise
+
+
+def _open_names(directory: str, names: list[str]) -> LazyTensorDict:
+    return open_directory(
+        directory, names, lambda name: _open_file(in_directory(directory, name), None, is_shard=False)
+    )
 
 
 def _open_file(path: str, section: str | None, *, is_shard: bool) -> LazyTensorDict:
-    if not stat.S_ISREG(os.stat(path).st_mode):
+    if not is_url(path) and not stat.S_ISREG(os.stat(path).st_mode):
         # Opening a pipe would wait for a writer.
         raise UnknownFormatError(
             f"{path} is not a regular file; copy it to one first, because reading needs random access"
         )
-    file = TensorFile(path)
+    file = open_file(path)
     head = bytearray(min(_HEAD_BYTES, file.size))
     file.read_into(memoryview(head), 0)
     if _is_safetensors(head):
@@ -105,8 +146,11 @@ def _open_file(path: str, section: str | None, *, is_shard: bool) -> LazyTensorD
         return open_pytorch(path, file, section)
     if not is_shard and _is_index(head, path):
         _refuse_section(path, section)
-        return open_index(file, lambda name: _open_file(name, None, is_shard=True))
-    raise UnknownFormatError(f"{path} is not a checkpoint. It is {_describe_unknown(bytes(head[:512]), file.size)}")
+        directory = parent(path) if is_url(path) else os.path.dirname(path)
+        return open_index(file, lambda name: _open_file(in_directory(directory, name), None, is_shard=True))
+    raise UnknownFormatError(
+        f"{file.path} is not a checkpoint. It is {_describe_unknown(bytes(head[:512]), file.size)}"
+    )
 
 
 def _is_safetensors(head: bytearray) -> bool:
@@ -119,16 +163,18 @@ def _is_safetensors(head: bytearray) -> bool:
 
 
 def _is_index(head: bytearray, path: str) -> bool:
-    return head.lstrip()[:1] == b"{" and (f'"{WEIGHT_MAP}"'.encode() in head or path.endswith(INDEX_SUFFIX))
+    return head.lstrip()[:1] == b"{" and (f'"{WEIGHT_MAP}"'.encode() in head or display(path).endswith(INDEX_SUFFIX))
 
 
 def _refuse_section(path: str, section: str | None) -> None:
     if section is not None:
-        raise SectionError(f"{path} has no sections, so none that is called {section!r}: only PyTorch checkpoints do")
+        raise SectionError(
+            f"{display(path)} has no sections, so none with the name {section!r}; only PyTorch checkpoints have some"
+        )
 
 
 def _describe_unknown(head: bytes, size: int) -> str:
-    """Describe a file in another format, and what to do. Failed downloads are called `model.safetensors` too."""
+    """Describe a file in another format, and a remedy. Failed downloads may have the name `model.safetensors`."""
     if size == 0:
         return "an empty file: the download or save that made it never finished"
     if not any(head):

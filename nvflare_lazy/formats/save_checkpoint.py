@@ -32,6 +32,7 @@ from nvflare_lazy.formats.safetensors.layout import (
     to_tensor_metas,
 )
 from nvflare_lazy.formats.safetensors.writer import StreamingWriter, checkpoint_path
+from nvflare_lazy.remote.url import display
 from nvflare_lazy.tensors import dtypes
 from nvflare_lazy.tensors.converted_sources import CastSource, check_cast
 from nvflare_lazy.tensors.entry import entry_of, geometry_of
@@ -62,51 +63,55 @@ def save(
     dtype: torch.dtype | None = None,
     like: str | os.PathLike[str] | None = None,
     progress: Callable[[int], object] | None = None,
-) -> Path:
+) -> Path | str:
     """Save tensors as safetensors; the old checkpoint stays until all of them are on the disk.
 
     A checkpoint of that name is replaced atomically, including its shards and its index. A killed save leaves
     the old one or the new one.
 
-    The same tensors give the same bytes, identical to those that `safetensors.torch.save_file` writes with the same
-    metadata. Tensors that share memory are written once for each name, because the format cannot express that they
-    are the same.
+    The same tensors give the same bytes, identical to the bytes that `safetensors.torch.save_file` writes with the same
+    metadata. Tensors that share memory are written once for each name, because the format cannot express that they are
+    the same.
 
     Args:
         tensors: Tensors or arrays by name, lazy or ordinary.
         path: The file, or a directory for `model.safetensors`. A directory that does not exist, such as "newdir/", is
-            created.
+            created. Or a URL such as "s3://bucket/model.safetensors" or "s3://bucket/directory": then each file is
+            written to a temporary file and uploaded when it is complete, the index last.
         metadata: Text to store with them, in addition to `format: pt`, which transformers and accelerate require.
             A given `format` is kept. Default: the metadata of a `LazyTensorDict`.
         max_shard_size: Split a larger checkpoint, for example "5GB", into several files and an index.
         dtype: Cast floating-point tensors to this type. Values that are too large for it are logged as a warning.
         like: A Hugging Face directory, whose configuration, tokenizer and adapter configuration are copied next to the
             tensors, so that `from_pretrained(path)` loads them.
-        progress: Called with a number of bytes each time some were written.
+        progress: Called with a number of bytes each time some were written; for a URL, uploaded, in another thread.
 
     Returns:
-        What to open: the file, or the index of the shards.
+        What to open: the file, or the index of the shards; for a URL, its URL as text.
 
     Example:
         >>> save(nvflare_lazy.open("pytorch_model.bin"), "model.safetensors", dtype=torch.bfloat16)
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise UnsupportedDtypeError(f"{dtype!r} is not a torch dtype such as torch.bfloat16")
+    where = display(os.fspath(path))
     for name in tensors:
         if not isinstance(name, str):
-            raise UnserializableTensorError(f"{os.fspath(path)}: the name of a tensor is text, and {name!r} is not")
+            raise UnserializableTensorError(f"{where}: the name of a tensor is text, and {name!r} is not")
     if metadata is None and isinstance(tensors, LazyTensorDict):
         metadata = tensors.metadata
     # Recipes, where there are some: a tensor that torch cannot hold can be copied all the same.
     values = tensors.entries if isinstance(tensors, LazyTensorDict) else tensors
     in_order = in_file_order([tensor_meta(name, value, dtype=dtype) for name, value in values.items()])
     if isinstance(tensors, LazyTensorDict):
-        _check_repetition(tensors, os.fspath(path))
-    with StreamingWriter(path, in_order, metadata=metadata, max_shard_size=max_shard_size, like=like) as writer:
+        _check_repetition(tensors, where)
+    with StreamingWriter(
+        path, in_order, metadata=metadata, max_shard_size=max_shard_size, like=like, progress=progress
+    ) as writer:
         overflows = {}
         for meta in in_order:
             source = tensor_bytes(meta.name, values[meta.name], dtype=dtype)
-            writer.copy(meta.name, source, progress)
+            writer.copy(meta.name, source)
             if isinstance(source, CastSource) and source.overflows:
                 overflows[meta.name] = source.overflows
         writer.commit()
@@ -114,7 +119,7 @@ def save(
     if overflows:
         logger.warning(
             "%s: %d values, in %d tensors (%s the first), are too large for %s: they became infinite or its largest",
-            *(saved, sum(overflows.values()), len(overflows), quoted(next(iter(overflows))), dtype),
+            *(display(str(saved)), sum(overflows.values()), len(overflows), quoted(next(iter(overflows))), dtype),
         )
     return saved
 
@@ -139,7 +144,7 @@ def link_checkpoint(files: Sequence[TensorFile], path: str | os.PathLike[str], *
                 for file in files
             ]
         except OSError as error:
-            logger.info("%s cannot be linked to (%s): copying it", files[0].path, error)
+            logger.info("Cannot link to %s (%s); copying it", files[0].path, error)
             return False
         if len(shards) == 1:
             publish_file(shards[0][0])
@@ -154,7 +159,7 @@ def _check_repetition(tensors: LazyTensorDict, path: str) -> None:
     total, distinct = tensors.nbytes, sum(sources.values())
     if total > _FREE_REPEATED_BYTES + _MAX_REPETITIONS * distinct:
         raise UnserializableTensorError(
-            f"{path} would have {format_size(total)}, because {len(tensors)} tensors repeat {format_size(distinct)}: "
+            f"{path} would have {format_size(total)}, because {len(tensors)} tensors repeat {format_size(distinct)}; "
             "save only the tensors that you need"
         )
 
@@ -166,15 +171,15 @@ def save_safetensors_streaming(
     *,
     rename: bool = True,
 ) -> str:
-    """Save a stream of tensors whose metadata is known beforehand.
+    """Save a stream of tensors whose metadata is known in advance.
 
     Args:
         tensor_iter: Names and tensors, in the promised order.
         filepath: The file.
         state_dict_meta: Name, dtype and shape of each tensor; a dtype may be torch's or have torch's name. A tensor
             that is missing, surplus, renamed, reshaped or retyped raises `MetadataMismatchError`, without a file.
-        rename: Whether the file is to appear as `filepath`, with its bytes on the disk. Otherwise it appears as
-            `filepath` + ".tmp", and flushing and renaming it is left to the caller.
+        rename: Whether the file gets the name `filepath`, with its bytes on the disk. Otherwise its name is
+            `filepath` + ".tmp", and the caller flushes and renames it.
 
     Returns:
         The path of the file that was written, relative if `filepath` is.
@@ -190,12 +195,12 @@ def save_safetensors_streaming(
         for name, tensor in tensor_iter:
             promise = next(expected, None)
             if promise is None:
-                raise MetadataMismatchError(f"{target}: {quoted(name)} came after the last promised tensor")
+                raise MetadataMismatchError(f"{target}: unexpected tensor {quoted(name)} after the last promised one")
             _check_metadata(promise, tensor_meta(name, tensor), target)
             writer.copy(name, tensor_bytes(name, tensor))
         missing = next(expected, None)
         if missing is not None:
-            raise MetadataMismatchError(f"{target}: {quoted(missing.name)} and the tensors after it never arrived")
+            raise MetadataMismatchError(f"{target}: tensor {quoted(missing.name)} and those after it are missing")
     return path
 
 
@@ -210,12 +215,12 @@ def collect_state_dict_meta(tensor_iter: Iterable[tuple[str, torch.Tensor]]) -> 
 
 def _check_metadata(promise: TensorMeta, meta: TensorMeta, where: str) -> None:
     if meta.name != promise.name:
-        raise MetadataMismatchError(f"{where}: {quoted(meta.name)} came where {quoted(promise.name)} was promised")
+        raise MetadataMismatchError(f"{where}: expected tensor {quoted(promise.name)}, got {quoted(meta.name)}")
     if meta.dtype != promise.dtype:
-        raise MetadataMismatchError(f"{where}: {quoted(meta.name)} came as {meta.dtype}, promised as {promise.dtype}")
+        raise MetadataMismatchError(f"{where}: expected {promise.dtype} for {quoted(meta.name)}, got {meta.dtype}")
     if tuple(meta.shape) != tuple(promise.shape):
         raise MetadataMismatchError(
-            f"{where}: {quoted(meta.name)} came in the shape {list(meta.shape)}, promised as {list(promise.shape)}"
+            f"{where}: expected shape {list(promise.shape)} for {quoted(meta.name)}, got {list(meta.shape)}"
         )
 
 
@@ -233,13 +238,13 @@ def tensor_meta(name: str, value: object, *, dtype: torch.dtype | None = None) -
         raise UnserializableTensorError(f"{quoted(name)} cannot be saved: {error}") from None
     if element_type.name is None:
         raise UnsupportedDtypeError(
-            f"tensor {quoted(name)} is {element_type.torch}, which safetensors files cannot hold: convert it first, "
+            f"tensor {quoted(name)} is {element_type.torch}, which safetensors files do not support; convert it first, "
             "for example with .to(torch.complex64)"
         )
     if element_type.packed != 1:
         if not shape:
             raise UnserializableTensorError(
-                f"tensor {quoted(name)} is a single {element_type.torch}: it holds {element_type.packed} elements"
+                f"tensor {quoted(name)} is a single {element_type.torch}, which has {element_type.packed} elements"
             )
         shape = (*shape[:-1], shape[-1] * element_type.packed)
     return TensorMeta(name, element_type.name, shape)

@@ -17,17 +17,19 @@ from nvflare_lazy.flare.lazy_model_locator import LazyModelLocator
 from nvflare_lazy.flare.lazy_model_persistor import BEST_NAME, SUFFIX
 from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET
 from nvflare_lazy.recipes.options import PACKAGE, OffloadOptions, make_lazy
+from nvflare_lazy.remote import is_url
 
 
 class FedAvgRecipe(StockFedAvgRecipe):
     """FedAvg for PyTorch.
 
-    Accepts the arguments of NVFlare's `FedAvgRecipe`, of `OffloadOptions`, and these. Two defaults differ: clients
+    Accepts the arguments from `FedAvgRecipe` in NVFlare, from `OffloadOptions`, and these. Two defaults differ: clients
     exchange PyTorch tensors, which training scripts get in either case, and tensors are received on disk.
 
     Args:
         rule: The aggregation rule; see `LazyAggregator`.
         rule_args: Arguments of the rule.
+        executor: Workers that compute parts of the aggregate; see `LazyAggregator`.
         min_responses: Number of results to wait for in each round. Default: those of all clients.
         wait_time_after_min_received: Seconds to wait for further results after `min_responses`.
         task_timeout: Seconds after which a round continues with the results it has. Default: 0, no limit.
@@ -48,6 +50,7 @@ class FedAvgRecipe(StockFedAvgRecipe):
         *,
         rule: str = "mean",
         rule_args: dict[str, Any] | None = None,
+        executor: str | dict[str, Any] | None = None,
         min_responses: int | None = None,
         wait_time_after_min_received: int = 0,
         task_timeout: int = 0,
@@ -71,10 +74,15 @@ class FedAvgRecipe(StockFedAvgRecipe):
         arguments.pop("enable_tensor_disk_offload", None)
         if rule != "mean" and arguments.get("aggregator") is not None:
             raise ValueError("rule and aggregator cannot be combined; pass the rule to the aggregator instead")
+        if executor is not None and arguments.get("aggregator") is not None:
+            raise ValueError("executor and aggregator cannot be combined; pass the executor to the aggregator instead")
         if checkpoint and initial_ckpt:
             raise ValueError("checkpoint and initial_ckpt cannot be combined; pass one initial checkpoint")
+        if is_url(initial_ckpt):
+            checkpoint, initial_ckpt = initial_ckpt, None
         self.rule = rule
         self.rule_args = rule_args
+        self.executor = executor
         self._min_responses = min_responses
         self._wait_time_after_min_received = wait_time_after_min_received
         self._task_timeout = task_timeout
@@ -96,8 +104,9 @@ class FedAvgRecipe(StockFedAvgRecipe):
         )
         super().__init__(
             model=model,
-            # NVFlare's recipe requires an initial model or checkpoint.
-            initial_ckpt=initial_ckpt or checkpoint,
+            # NVFlare's recipe requires an initial model or checkpoint, and would look for a URL on this machine. The
+            # persistor gets the one of the options.
+            initial_ckpt=f"/{checkpoint}" if is_url(checkpoint) else initial_ckpt or checkpoint,
             model_persistor=model_persistor,
             server_expected_format=server_expected_format,
             best_model_filename=best_model_filename,
@@ -141,6 +150,7 @@ class FedAvgRecipe(StockFedAvgRecipe):
             exclude_vars=self.exclude_vars,
             aggregation_weights=self.aggregation_weights,
             server_optimizer=self._server_optimizer(),
+            executor=self.executor,
         )
 
     def _server_optimizer(self) -> dict[str, Any] | None:

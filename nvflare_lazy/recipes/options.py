@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments that the recipes add to those of NVFlare, and the components that they add to a job."""
+"""The arguments that the recipes add to NVFlare's, and the components that they add to a job."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from nvflare_lazy.flare.adaptation.component_mapping import PLAIN_DICT, Adaptati
 from nvflare_lazy.flare.adaptation.job_folder import adapt_job
 from nvflare_lazy.flare.lazy_model_persistor import LazyModelPersistor
 from nvflare_lazy.flare.tensor_offload import DEFAULT_MEMORY_BUDGET, TensorOffload
+from nvflare_lazy.remote import is_url
 
 if TYPE_CHECKING:
     from nvflare.recipe.spec import Recipe
@@ -35,7 +36,7 @@ class OffloadOptions:
     |-----------------------|------------------------------------------------------------------------------------------|
     | `checkpoint`          | initial checkpoint or Hugging Face directory; a file at a relative path travels along    |
     | `checkpoint_dir`      | absolute path on the server of checkpoints that outlive the job and that it resumes from |
-    | `keep_rounds`         | rounds to keep, besides the best model; default: 2 in `checkpoint_dir`, otherwise 1      |
+    | `keep_rounds`         | rounds to keep, plus the best model; default: 2 in `checkpoint_dir`, otherwise 1         |
     | `save_pytorch`        | the job's result has PyTorch files, as NVFlare's has, instead of safetensors files       |
     | `max_shard_size`      | split larger checkpoints; default: as the initial Hugging Face directory is split        |
     | `scratch_dir`         | scratch root for received tensors, on the server and the clients                         |
@@ -66,13 +67,14 @@ class OffloadOptions:
             numpy: Whether arrays are exchanged.
             best_name: File of the best model.
         """
-        source = source_file(model)
-        if source is not None:
-            job.to_server(source)
+        script = source_file(model)
+        if script is not None:
+            job.to_server(script)
+        source = self.checkpoint or initial_ckpt
         persistor = LazyModelPersistor(
             model=model_config(model),
             # A relative path is a file of this machine: it travels with the job.
-            source_ckpt_file_full_name=prepare_initial_ckpt(self.checkpoint or initial_ckpt, job),
+            source_ckpt_file_full_name=source if is_url(source) else prepare_initial_ckpt(source, job),
             allow_numpy_conversion=numpy,
             best_global_model_file_name=best_name,
             checkpoint_dir=self.checkpoint_dir,
@@ -96,7 +98,7 @@ def make_lazy(
 ) -> None:
     """Make any recipe lazy: the jobs that it exports or executes have the components of a level.
 
-    The same mapping as that of `nvflare-lazy adapt`. A component that cannot be mapped is an error when the recipe
+    The mapping is shared with `nvflare-lazy adapt`. A component that cannot be mapped is an error when the recipe
     exports or executes its job.
 
     Args:

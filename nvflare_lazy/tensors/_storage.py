@@ -52,7 +52,7 @@ class PinnedSource(ByteSource):
     def _read_into(self, buffer: memoryview, offset: int) -> None:
         left = self.storage.nbytes()
         if offset + len(buffer) > left:
-            raise SourceError(f"{left} bytes are left of a storage of {self.nbytes}, which was made smaller")
+            raise SourceError(f"the storage was resized from {self.nbytes} to {left} bytes")
         whole = new_memory(torch.uint8, (0,)).set_(self.storage)
         buffer[:] = storage_bytes(whole)[offset : offset + len(buffer)]
 

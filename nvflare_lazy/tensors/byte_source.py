@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Buffer
 
-    from nvflare_lazy.tensors.tensor_file import TensorFile
+    from nvflare_lazy.tensors.tensor_file import OpenFile, TensorFile
 
 
 def bytes_of(buffer: Buffer) -> memoryview:
@@ -56,7 +56,7 @@ class ByteSource(ABC):
         view = bytes_of(buffer)
         if offset < 0 or offset + len(view) > self.nbytes:
             raise ValueError(
-                f"bytes {offset} to {offset + len(view)} are outside of {self.describe()}, which has {self.nbytes}"
+                f"bytes {offset} to {offset + len(view)} are outside {self.describe()}, which has {self.nbytes}"
             )
         if len(view):
             self._read_into(view, offset)
@@ -77,7 +77,7 @@ class ByteSource(ABC):
         """Return the open file and the offset at which it contains the bytes contiguously, or None."""
         return None
 
-    def file(self) -> TensorFile | None:
+    def file(self) -> OpenFile | None:
         """Return the open file that reads of this source use, or None."""
         found = self.file_range()
         return None if found is None else found[0]
@@ -96,14 +96,14 @@ def read_elements(
 
 
 class DerivedSource(ByteSource):
-    """A source whose bytes come from another one, `_base`."""
+    """A source that reads its bytes from another one, `_base`."""
 
     _base: ByteSource
 
     def describe(self) -> str:
         return self._base.describe()
 
-    def file(self) -> TensorFile | None:
+    def file(self) -> OpenFile | None:
         return self._base.file()
 
 
@@ -113,7 +113,7 @@ class SourceSlice(DerivedSource):
     def __init__(self, base: ByteSource, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes < 0 or offset + nbytes > base.nbytes:
             raise ValueError(
-                f"bytes {offset} to {offset + nbytes} are outside of {base.describe()}, which has {base.nbytes}"
+                f"bytes {offset} to {offset + nbytes} are outside {base.describe()}, which has {base.nbytes}"
             )
         self._base = base
         self._offset = offset
@@ -124,7 +124,7 @@ class SourceSlice(DerivedSource):
 
     def slice(self, offset: int, nbytes: int) -> ByteSource:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside of a slice of {self.nbytes}")
+            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside a slice of {self.nbytes}")
         return self._base.slice(self._offset + offset, nbytes)
 
     def file_range(self) -> tuple[TensorFile, int] | None:

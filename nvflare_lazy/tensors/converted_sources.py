@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.tensors.byte_source import ByteSource
 
-# What is cast at once stays in the cache of a core.
+# An amount that stays in the cache of a core while it is cast.
 _TILE_ELEMENTS = 1 << 18
 
 
@@ -52,6 +52,10 @@ class CastSource(DerivedSource):
         #: Finite values read so far that were too large for the new type: they became infinite or its largest value.
         self.overflows = 0
 
+    def arguments(self) -> tuple[ByteSource, torch.dtype, torch.dtype]:
+        """Return the arguments that create an equal source, for example in another process."""
+        return self._base, self._from, self._to
+
     def _read_into(self, buffer: memoryview, offset: int) -> None:
         width, done = self._to.itemsize, 0
         while done < len(buffer):
@@ -74,7 +78,7 @@ class CastSource(DerivedSource):
 
 def _count_larger(tile: torch.Tensor, largest: float) -> int:
     """Return how many finite elements are farther from zero than `largest`."""
-    # There is no arithmetic on 8-bit floats.
+    # NumPy and torch have no arithmetic on 8-bit floats.
     tile = tile.float() if tile.itemsize == 1 else tile
     low, high = tile.aminmax()
     if -largest <= low and high <= largest:  # not so where there is a NaN
@@ -86,7 +90,7 @@ def check_cast(from_dtype: torch.dtype, to_dtype: torch.dtype) -> None:
     """Raise `UnsupportedDtypeError` unless both are floating-point types and torch can cast one to the other."""
     if not (from_dtype.is_floating_point and to_dtype.is_floating_point):
         raise UnsupportedDtypeError(
-            f"{from_dtype} is not cast to {to_dtype}, which loses more than digits: "
+            f"cannot cast {from_dtype} to {to_dtype}, which loses more than digits: "
             "only floating-point types are cast, to floating-point types"
         )
     try:

@@ -24,11 +24,11 @@ class ElementType:
     """One row of the table.
 
     Attributes:
-        name: What a safetensors header calls the type, or None where the format has no name for it.
-        bits: Width of one element as the format counts elements.
-        torch: The torch dtype, or None where torch has none.
-        numpy: The NumPy dtype, or None where NumPy has none.
-        packed: Format elements to a torch element: 2 for F4, whose torch dtype holds a pair in each byte.
+        name: Name of the type in a safetensors header, or None if the format does not have it.
+        bits: Width of one element, as the format counts elements.
+        torch: The torch dtype, or None if torch does not have it.
+        numpy: The NumPy dtype, or None if NumPy does not have it.
+        packed: Number of format elements in a torch element: 2 for F4, whose torch dtype holds a pair in each byte.
     """
 
     name: str | None
@@ -97,7 +97,7 @@ def by_torch(dtype: torch.dtype) -> ElementType:
     try:
         return _BY_TORCH[dtype]
     except KeyError:
-        raise UnsupportedDtypeError(f"{dtype} is not a type that a tensor file can hold; convert it first") from None
+        raise UnsupportedDtypeError(f"tensor files do not support {dtype}; convert the tensor first") from None
 
 
 def by_numpy(dtype: np.dtype[Any]) -> ElementType:
@@ -105,7 +105,7 @@ def by_numpy(dtype: np.dtype[Any]) -> ElementType:
     try:
         return _BY_NUMPY[dtype.newbyteorder("=")]
     except (KeyError, TypeError):
-        raise UnsupportedDtypeError(f"{dtype} arrays cannot be held in a tensor file; convert them first") from None
+        raise UnsupportedDtypeError(f"tensor files do not support {dtype} arrays; convert them first") from None
 
 
 def nbytes(row: ElementType, shape: Sequence[int]) -> int | None:

@@ -24,7 +24,6 @@ from nvflare_lazy.tensors.converted_sources import ByteSwappedSource
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.strided_source import StridedSource
-from nvflare_lazy.tensors.tensor_file import FileSource
 from nvflare_lazy.tensors.tensor_memory import array_bytes, extent, storage_bytes
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
     from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.dtypes import ElementType
-    from nvflare_lazy.tensors.tensor_file import StoredTensor, TensorFile
+    from nvflare_lazy.tensors.tensor_file import OpenFile, StoredTensor, TensorFile
 
 
 # Two threads that ask for the same entry get the same tensor. Reentrant, because the garbage collector may run here.
@@ -221,13 +220,13 @@ def _tensor_rows(tensor: torch.Tensor) -> ByteSource:
         raise UnsupportedTensorError(f"a {type(tensor).__name__} cannot be read: {error}") from None
 
 
-def entries_of(file: TensorFile) -> dict[str, TensorEntry]:
+def entries_of(file: OpenFile) -> dict[str, TensorEntry]:
     """Return the entries of all tensors of a file with known contents, in the order of their bytes.
 
     They are made on demand and never kept by the file, which they refer to.
     """
     return {
-        name: TensorEntry(FileSource(file, stored.offset, stored.nbytes), *_geometry(stored))
+        name: TensorEntry(file.source(stored.offset, stored.nbytes), *_geometry(stored))
         for name, stored in (file.contents or {}).items()
     }
 

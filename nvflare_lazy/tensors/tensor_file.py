@@ -13,7 +13,8 @@ import shutil
 import stat
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -39,7 +40,7 @@ _MADV_POPULATE_READ = 22
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a file or message: its type, its shape and its position.
+    """Type, shape and position of a tensor in a file or message.
 
     It does not refer to the file. Scratch is freed by reference counts, and a file that holds its table of contents
     would be part of a cycle, which only the garbage collector frees.
@@ -83,7 +84,57 @@ class _Descriptor:
         weakref.finalize(self, os.close, number).atexit = False
 
 
-class TensorFile:
+class OpenFile(ABC):
+    """An open file, local or remote, with its table of contents and the objects that it keeps alive.
+
+    Args:
+        path: The name of the file in messages.
+        size: Its size in bytes.
+        contents: The tensors of the file by name, in the order of their bytes. Default: not known.
+    """
+
+    def __init__(self, path: str, size: int, contents: Mapping[str, StoredTensor] | None = None) -> None:
+        self.path = path
+        self.size = size
+        self.contents = contents
+        self._owners: list[object] = []
+
+    @abstractmethod
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` with the bytes of the file that start at `offset`."""
+
+    @abstractmethod
+    def source(self, offset: int, nbytes: int) -> ByteSource:
+        """Return a part of the file as a byte source, which keeps the file open."""
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the bytes of short ranges, each with its offset and its length."""
+        found = []
+        for offset, nbytes in ranges:
+            data = bytearray(nbytes)
+            self.read_into(memoryview(data), offset)
+            found.append(bytes(data))
+        return found
+
+    def own(self, owner: object) -> None:
+        """Keep an object alive for as long as the file is open.
+
+        Args:
+            owner: For example the scratch of a download.
+        """
+        self._owners.append(owner)
+
+    def close(self) -> None:
+        """Close the file now and drop its owners; reading any source of it then raises."""
+        self._owners.clear()
+
+    def _released(self) -> SourceReleasedError:
+        return SourceReleasedError(
+            f"{self.path} was released; read its tensors before the release, or call materialize()"
+        )
+
+
+class TensorFile(OpenFile):
     """One descriptor, shared by all the sources that read the file.
 
     The descriptor is closed with the last source that refers to the file. The file drops its owners then, so that the
@@ -105,19 +156,17 @@ class TensorFile:
         contents: Mapping[str, StoredTensor] | None = None,
         shareable: bool = False,
     ) -> None:
-        self.path = os.fspath(path)
-        self.contents = contents
+        path = os.fspath(path)
         self.shareable = shareable
         if descriptor is None:
             # Not blocking: a named pipe would keep us waiting for its other end.
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         self._descriptor: _Descriptor | None = _Descriptor(descriptor)
-        self._owners: list[object] = []
-        self.size = os.fstat(descriptor).st_size
+        super().__init__(path, os.fstat(descriptor).st_size, contents)
 
     @contextmanager
     def descriptor(self) -> Iterator[int]:
-        """Lend the descriptor: it stays open until the block is left, even if the file is closed meanwhile."""
+        """Lend the descriptor: it stays open until the block is left, even if the file is closed in the block."""
         descriptor = self._lent()
         try:
             yield descriptor.number
@@ -127,16 +176,8 @@ class TensorFile:
     def _lent(self) -> _Descriptor:
         descriptor = self._descriptor
         if descriptor is None:
-            raise SourceReleasedError(f"{self.path} has been released: read its tensors before that, or materialize()")
+            raise self._released()
         return descriptor
-
-    def own(self, owner: object) -> None:
-        """Keep an object alive for as long as the file is open.
-
-        Args:
-            owner: For example the scratch of a download.
-        """
-        self._owners.append(owner)
 
     def is_still_at(self, path: str | os.PathLike[str]) -> bool:
         """Return whether this file is open and has a name at `path`, by device and inode number."""
@@ -147,9 +188,8 @@ class TensorFile:
             return False
 
     def close(self) -> None:
-        """Close the file now and drop its owners; reading any source of it then raises."""
         self._descriptor = None
-        self._owners.clear()
+        super().close()
 
     def map(self, offset: int, nbytes: int) -> memoryview | None:
         """Return a part of the file as memory, for a use that ends before the file is closed; None if it must be read.
@@ -171,8 +211,10 @@ class TensorFile:
             del descriptor  # the traceback of an error must not keep the file open
         return memoryview(mapping)[before:]
 
+    def source(self, offset: int, nbytes: int) -> FileSource:
+        return FileSource(self, offset, nbytes)
+
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` with the bytes of the file that start at `offset`."""
         descriptor = self._lent()
         try:
             if len(buffer) < MIN_SHARED_BYTES:
@@ -207,7 +249,7 @@ class FileSource(ByteSource):
     def __init__(self, file: TensorFile, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes < 0 or offset + nbytes > file.size:
             raise TruncatedSourceError(
-                f"{file.path} has {file.size} bytes, but a tensor in it should lie at {offset} to {offset + nbytes}"
+                f"{file.path} has {file.size} bytes, but a tensor in it needs bytes {offset} to {offset + nbytes}"
             )
         self._file = file
         self._offset = offset
@@ -221,7 +263,7 @@ class FileSource(ByteSource):
 
     def slice(self, offset: int, nbytes: int) -> ByteSource:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside of a tensor of {self.nbytes} bytes")
+            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside a tensor of {self.nbytes} bytes")
         if nbytes == self.nbytes:
             return self
         return FileSource(self._file, self._offset + offset, nbytes)

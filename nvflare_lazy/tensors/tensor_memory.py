@@ -87,7 +87,7 @@ def storage_bytes(tensor: torch.Tensor) -> memoryview:
         tensor: An ordinary tensor on the CPU.
     """
     if tensor.device.type != "cpu":
-        raise ValueError(f"only memory of the CPU can be seen as bytes, and this tensor is on {tensor.device}")
+        raise ValueError(f"cannot access the bytes of a tensor on {tensor.device}; move it to the CPU first")
     if tensor.numel() == 0:
         return memoryview(bytearray())
     return owned_bytes(tensor, extent(tuple(tensor.shape), tensor.stride()) * tensor.element_size())
@@ -122,7 +122,7 @@ def borrowed_bytes(tensor: torch.Tensor, nbytes: int) -> memoryview:
     """
     address = tensor.data_ptr()
     if not address:
-        raise ValueError(f"a {type(tensor).__name__} without memory cannot be seen as bytes")
+        raise ValueError(f"cannot access the bytes of a {type(tensor).__name__} without memory")
     view: memoryview = _view_of_memory(address, nbytes, _WRITABLE)
     return view
 

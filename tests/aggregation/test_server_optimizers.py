@@ -33,7 +33,7 @@ ROUNDS = 5
 
 
 class Reference:
-    """The optimizers once more, in NumPy: algorithm 2 of the paper, with its names."""
+    """Second implementation of the optimizers, in NumPy: algorithm 2 of the paper, with its names."""
 
     def __init__(self, optimizer, model):
         self.optimizer = optimizer
@@ -55,7 +55,7 @@ class Reference:
             else:
                 v = o.beta2 * v + (1 - o.beta2) * delta**2
             x = self.x[key] + o.lr * m / (np.sqrt(v) + o.tau)
-        # What is on the disk between steps is rounded.
+        # The state on disk between steps is rounded.
         width = np.float64 if dtype is torch.float64 else np.float32
         self.m[key], self.v[key] = m.astype(width).astype(float), v.astype(width).astype(float)
         self.x[key] = torch.tensor(x).to(dtype).double().numpy()
@@ -128,7 +128,7 @@ class TestWhatIsUpdated:
     """Which tensors an update may have."""
 
     def test_missing_tensors_stay(self, tmp_path):
-        """The model keeps its own, and the state of those that were once updated is kept."""
+        """The model keeps its own tensors, and the state of earlier updated tensors is kept."""
         random = np.random.default_rng(2)
         model = initial_model(random)
         first = FedAvgM().step(model, next_update(random, model), tmp_path / "1.safetensors", state_dir=tmp_path / "s")
@@ -141,7 +141,7 @@ class TestWhatIsUpdated:
         assert not torch.equal(new["momentum/w"], old["momentum/w"])
 
     def test_surplus_tensors(self, tmp_path):
-        """What the model does not have cannot be updated."""
+        """A tensor that the model does not have cannot be updated."""
         with pytest.raises(MismatchError, match="'v' that the model does not have"):
             add_difference({"w": torch.ones(2)}, {"v": torch.ones(2)}, tmp_path / "x")
 
@@ -175,7 +175,7 @@ class TestWhatIsUpdated:
 
 
 class TestState:
-    """What is on the disk between steps."""
+    """Return the state on disk between steps."""
 
     def steps(self, tmp_path, count=3):
         random = np.random.default_rng(5)
@@ -222,10 +222,10 @@ class TestState:
         update = next_update(np.random.default_rng(9), models[0])
         commit = StreamingWriter.commit
 
-        def crash_before_the_model(writer):
+        def crash_before_the_model(writer, *arguments):
             if "crashed" in str(writer.path):
                 raise KeyboardInterrupt
-            return commit(writer)
+            return commit(writer, *arguments)
 
         with monkeypatch.context() as patch:
             patch.setattr(StreamingWriter, "commit", crash_before_the_model)
@@ -240,7 +240,7 @@ class TestState:
         assert bits(again) == bits(model)
 
     def test_first_step_is_done_again_after_a_crash(self, tmp_path, monkeypatch):
-        """The initial model has no state of its own, and is known all the same."""
+        """The initial model has no optimizer state, and is recognized nevertheless."""
         model, update = {"w": torch.ones(10)}, {"w": torch.zeros(10)}
         with monkeypatch.context() as patch:
             patch.setattr(OptimizerStates, "prune", lambda states: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -250,7 +250,7 @@ class TestState:
         assert bits(again) == bits(nvflare_lazy.open(tmp_path / "1"))
 
     def test_model_is_known_by_its_content(self, tmp_path):
-        """Whatever file it is in, whoever saved it, and without metadata."""
+        """The file, the program that saved it, and its metadata do not matter."""
         models, updates = self.steps(tmp_path)
         torch.save({"w": models[-1]["w"].materialize()}, tmp_path / "elsewhere.pt")
         copied = nvflare_lazy.open(tmp_path / "elsewhere.pt")
@@ -258,7 +258,7 @@ class TestState:
         assert len(list((tmp_path / "states").glob("state-000004-*"))) == 1
 
     def test_unknown_model(self, tmp_path):
-        """An error that says what can be done, or a new beginning."""
+        """An error with a remedy, or a new start."""
         models, updates = self.steps(tmp_path)
         with pytest.raises(OptimizerStateError, match=r"none of the states in .* belongs to this model.*steps 2, 3"):
             FedAdam().step(models[1], updates[0], tmp_path / "x", state_dir=tmp_path / "states")
@@ -272,7 +272,7 @@ class TestState:
             FedYogi().step(models[-1], updates[0], tmp_path / "x", state_dir=tmp_path / "states")
 
     def test_lost_and_damaged(self, tmp_path):
-        """A state that is gone, and a list that is no list."""
+        """A missing state, and an invalid list of states."""
         models, updates = self.steps(tmp_path)
         [state] = (tmp_path / "states").glob("state-000003-*")
         state.unlink()
@@ -368,6 +368,6 @@ def test_by_name(optimizer):
     ],
 )
 def test_wrong_parameters(wrong, message):
-    """A mistake in a configuration is found when it is read."""
+    """An invalid configuration raises an error when it is read."""
     with pytest.raises(ValueError, match=message):
         to_optimizer(wrong)

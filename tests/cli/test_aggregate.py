@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`aggregate` makes one model of many files, says what it did, and blames the right one."""
+"""`aggregate` makes one model from many files, reports the result, and names the invalid file."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_existing_result(cli, models):
 
 
 def test_existing_sharded_result(cli, models):
-    """Its shards and its index are a result, too; and it is called by the name of its index."""
+    """Its shards and its index are the result, and its name is the name of its index."""
     code, out, _ = cli("aggregate", *models, "--out", "r.safetensors", "--max-shard-size", "1B")
     assert (code, out) == (0, "r.safetensors.index.json: mean of 3, 2 tensors, 88 B\n")
     code, _, err = cli("aggregate", *models, "--out", "r.safetensors")
@@ -97,7 +97,7 @@ def test_existing_sharded_result(cli, models):
 
 
 def test_where_the_result_goes(cli, models):
-    """A file is called NAME.safetensors; another name is a directory, which is created, with the files of --like."""
+    """A name that ends in .safetensors is a file; another name is a directory, which gets the files of --like."""
     os.mkdir("like")
     Path("like/adapter_config.json").write_text("{}")
     code, out, _ = cli("aggregate", *models, "--out", "new-directory", "--like", "like")
@@ -108,7 +108,7 @@ def test_where_the_result_goes(cli, models):
 
 
 def test_who_does_not_fit(cli, models, tmp_path):
-    """Is named, and left out if asked to."""
+    """The error names it, and an option skips it."""
     save_file({"w": torch.zeros(3)}, tmp_path / "d.safetensors")
     code, _, err = cli("aggregate", *models, "d.safetensors", "--out", "x.safetensors")
     assert code == 1
@@ -121,7 +121,7 @@ def test_who_does_not_fit(cli, models, tmp_path):
 
 
 def test_who_cannot_be_read(cli, models, tmp_path, monkeypatch):
-    """Is left out, said, and noticed by a script: the exit code is 1 though there is a result."""
+    """A skipped input is reported to the user and, by exit code 1 in spite of a result, to scripts."""
     from nvflare_lazy.aggregation._engine.tile_io import InputVector
     from nvflare_lazy.errors import SourceError
 
@@ -170,3 +170,14 @@ def test_mistakes(cli, models, tmp_path, arguments, code, message):
     assert message in result.err
     assert "Traceback" not in result.err
     assert {*os.listdir(tmp_path)} == before
+
+
+@pytest.mark.slow
+def test_worker_processes(cli, models):
+    """Processes write the same bytes, with the same report and the same errors."""
+    one = cli("aggregate", *models, "--out", "one.safetensors")
+    parts = cli("aggregate", *models, "--workers", 2, "--out", "parts.safetensors")
+    assert (parts.code, parts.out.replace("parts.", "one."), parts.err) == one
+    assert Path("parts.safetensors").read_bytes() == Path("one.safetensors").read_bytes()
+    Path(models[0]).write_bytes(Path(models[0]).read_bytes()[:-1])
+    assert cli("aggregate", *models, "--workers", 2, "--out", "x.safetensors").code == 1

@@ -40,7 +40,7 @@ def test_help_lists_the_commands(cli, option):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_a_command(cli, name):
-    """Says what it does, and explains each of its options."""
+    """Describes the command, and explains each of its options."""
     code, out, _ = cli(name, "--help")
     assert code == 0
     assert out.startswith(f"Usage: nvflare-lazy {name} [OPTIONS]")
@@ -141,7 +141,7 @@ def test_clean_does_not_load_torch(tmp_path):
     ],
 )
 def test_misuse(cli, args, message):
-    """Exit code 2, the mistake, and where to read on; nothing on stdout."""
+    """Exit code 2, the invalid argument, and a reference to the help; nothing on stdout."""
     code, out, err = cli(*args)
     assert (code, out) == (2, "")
     assert f"\nError: {message}" in err
@@ -170,7 +170,7 @@ def test_unreadable_file(cli, model):
 
 
 def test_a_bug_has_its_traceback(model, monkeypatch):
-    """What we did not foresee is not dressed up as a mistake of the user."""
+    """An unforeseen exception is not reported as a user's error."""
 
     def broken(*args, **kwargs):
         raise ZeroDivisionError("a bug")
@@ -220,7 +220,7 @@ def test_terminal_without_unicode(start, tmp_path):
 
 
 def test_progress_on_a_terminal_and_not_in_a_pipe(start, tmp_path):
-    """Whoever watches sees how far it is; what is left on the screen, and in a pipe, is the result."""
+    """A terminal shows progress; in the end the screen, like a pipe, has only the result."""
     write_sparse(tmp_path / "f", {"w": ("F32", (16, 1 << 20))})
     result = b"a.safetensors: 1 tensor, 64.0 MiB\n"
     shown, process = on_terminal(start, "convert", "f", "a.safetensors")
@@ -229,6 +229,24 @@ def test_progress_on_a_terminal_and_not_in_a_pipe(start, tmp_path):
     assert b"64.0" in shown
     piped = start("convert", "f", "a.safetensors", "--force")
     assert piped.communicate(timeout=500) == (result, b"")
+
+
+@pytest.mark.parametrize(
+    ("command", "shows"),
+    [(["diff", "f", "g"], b"Comparing"), (["aggregate", "f", "g", "--out", "o.safetensors"], b"Reading for mean")],
+    ids=["diff", "aggregate"],
+)
+def test_progress_counts_the_bytes_of_all_inputs(start, tmp_path, command, shows):
+    """The total includes both models, and the bar reaches it."""
+    for name in "fg":
+        write_sparse(tmp_path / name, {"w": ("F32", (64, 1 << 20))})
+    shown, process = on_terminal(start, *command)
+    out = process.stdout.read()
+    assert (process.wait(500), shows in out) == (0, False)
+    assert shows in shown
+    totals = set(re.findall(rb"([\d.]+)/([\d.]+) ([KMG]iB)", shown))
+    assert {total[1:] for total in totals} == {(b"512.0", b"MiB")}
+    assert max(float(total[0]) for total in totals) == 512.0
 
 
 def test_progress_of_a_file_with_an_odd_name(start, tmp_path):
@@ -241,7 +259,7 @@ def test_progress_of_a_file_with_an_odd_name(start, tmp_path):
 
 
 def on_terminal(start, *args) -> tuple[bytes, subprocess.Popen]:
-    """Start a command whose stderr is a terminal; return what it has shown there until it ended."""
+    """Start a command whose stderr is a terminal; return its complete output there."""
     ours, theirs = pty.openpty()
     process = start(*args, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "120"})
     os.close(theirs)
@@ -250,13 +268,13 @@ def on_terminal(start, *args) -> tuple[bytes, subprocess.Popen]:
         while chunk := os.read(ours, 1 << 16):
             shown += chunk
     except OSError:
-        pass  # so a terminal reads when nobody writes to it any more
+        pass  # a terminal reads this once no writer is left
     os.close(ours)
     return shown, process
 
 
 def test_runs_as_a_module_and_as_a_script():
-    """`python -m nvflare_lazy.cli`, and the script beside the interpreter."""
+    """`python -m nvflare_lazy.cli`, and the script next to the interpreter."""
     for command in ([sys.executable, "-m", "nvflare_lazy.cli"], [Path(sys.executable).parent / "nvflare-lazy"]):
         done = subprocess.run([*command, "--version"], check=True, capture_output=True, text=True)
         assert done.stdout == f"nvflare-lazy {nvflare_lazy.__version__}\n"
@@ -273,7 +291,7 @@ def test_runs_as_a_module_and_as_a_script():
     ],
 )
 def test_printable(text, shown):
-    """Control characters, text that runs backwards, and bytes that were no text are written as escapes."""
+    """Control characters, right-to-left text, and bytes that are not valid text are written as escapes."""
     assert printable(text) == shown
 
 
@@ -294,7 +312,7 @@ def test_error_line(error, line):
 
 @pytest.mark.parametrize("expression", ["x{99999999999}", "(" * 2000 + ")" * 2000])
 def test_expressions_that_cannot_be(cli, expression):
-    """What is too large or too deep for a regular expression is a misuse, not a crash."""
+    """A regular expression that is too large or too deep is a usage error, not a crash."""
     code, _, err = cli("inspect", "m", "--match", expression)
     assert code == 2
     assert "Invalid regular expression" in err

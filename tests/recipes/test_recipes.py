@@ -56,7 +56,7 @@ def controller(config: dict) -> dict:
 
 
 def arguments_of(stock: type) -> dict[str, object]:
-    """Return every argument of a recipe of NVFlare's, with the value it has by default."""
+    """Return every argument of an NVFlare recipe, with its default."""
     found = {}
     for kind in reversed(stock.__mro__[:-1]):
         for name, parameter in inspect.signature(kind.__init__).parameters.items():
@@ -90,6 +90,7 @@ def test_what_ours_take_beyond_that_arrives(script, export):
         save_pytorch=True,
         rule="trimmed_mean",
         rule_args={"num_byzantine": 1},
+        executor={"name": "ray", "address": "auto"},
         scratch_dir="/data/scratch",
         scratch_quota="10GiB",
         memory_budget="96MiB",
@@ -116,6 +117,7 @@ def test_what_ours_take_beyond_that_arrives(script, export):
     assert (args["min_responses"], args["wait_time_after_min_received"], args["task_timeout"]) == (3, 7, 11)
     assert args["aggregator"]["args"]["rule"] == "trimmed_mean"
     assert args["aggregator"]["args"]["rule_args"] == {"num_byzantine": 1}
+    assert args["aggregator"]["args"]["executor"] == {"name": "ray", "address": "auto"}
     component(config, "LazyModelLocator")
 
 
@@ -196,7 +198,7 @@ def test_fedprox_sends_its_coefficient(script, export):
     ],
 )
 def test_server_optimizers_as_nvflare_names_them(script, export, given, expected):
-    """A torch optimizer by its path is the one of the paper; the others have names."""
+    """A torch optimizer by its path is the paper's optimizer; the others have names."""
     recipe = FedOptRecipe(model=Small(), optimizer_args=given, min_clients=2, num_rounds=1, train_script=script)
     found = controller(export(recipe))["args"]["aggregator"]["args"]["server_optimizer"]
     assert found.items() >= expected.items()
@@ -212,7 +214,7 @@ def test_server_optimizers_as_nvflare_names_them(script, export, given, expected
     ],
 )
 def test_kind_of_results(script, export, recipe, given, expected):
-    """The server accepts only differences if NVFlare's client computes them, whatever a script sends."""
+    """The server accepts only differences if NVFlare's client computes them, whatever a script returns."""
     arguments = {"model": Small(), "min_clients": 2, "num_rounds": 1, "train_script": script, **given}
     config = export(recipe(**arguments))
     assert controller(config)["args"]["aggregator"]["args"].get("params_type") == expected
@@ -248,7 +250,7 @@ def test_what_cannot_be_is_said_before_there_is_a_job(recipe, given, says, scrip
 @pytest.mark.filterwarnings("ignore:save_filename is deprecated")
 @pytest.mark.parametrize("argument", ["best_model_filename", "save_filename"])
 def test_the_name_of_the_best_model(script, export, argument):
-    """NVFlare's argument names a PyTorch file: then there is one as well, and the name of ours goes with it."""
+    """NVFlare's argument names a PyTorch file: then that file is also written, and our file has the same stem."""
     recipe = FedAvgRecipe(model=Small(), min_clients=2, num_rounds=1, train_script=script, **{argument: "winner.pt"})
     persistor = component(export(recipe), "LazyModelPersistor")
     assert persistor["best_global_model_file_name"] == "winner.safetensors"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import shutil
 import threading
 import weakref
@@ -13,11 +12,12 @@ import pytest
 
 from nvflare_lazy.errors import ScratchDeletedError, ScratchReleasedError
 from tests import measure
+from tests.measure import open_files
 from tests.scratch.conftest import bytes_of, names
 
 
 def test_released_download_takes_no_more(job):
-    """After release the directory is gone, the bytes are back, and every use raises the error that says so."""
+    """After release the directory is gone, the quota is free, and every use raises an error with the reason."""
     download = job.download("of site-1")
     file = download.new_file()
     file.pwrite(bytes(1000), 0)
@@ -59,7 +59,7 @@ def test_last_tensor_keeps_the_directory(job):
 
 
 def test_open_files_are_readable_after_release(job):
-    """Releasing a download takes its directory, not the bytes under somebody who is reading them."""
+    """Releasing a download removes its directory, but a reader keeps the bytes."""
     download = job.download()
     file = download.new_file()
     file.pwrite(b"abc", 0)
@@ -71,7 +71,7 @@ def test_open_files_are_readable_after_release(job):
 
 
 def test_download_directory_deleted_underneath(job):
-    """Each step notices that the directory is gone and says so; the next download goes well."""
+    """Each step detects that the directory is gone and raises an error; the next download works."""
     download = job.download()
     file, unfinished = download.new_file(), download.new_file()
     file.pwrite(b"abc", 0)
@@ -90,7 +90,7 @@ def test_download_directory_deleted_underneath(job):
 
 
 def test_cycles_do_not_grow(job):
-    """Downloads that come and go, released or collected, leave no descriptors, threads, memory or files."""
+    """Downloads that are released or collected leave no descriptors, threads, memory or files."""
 
     def cycle(number: int) -> None:
         download = job.download("a label", reserve=2000)
@@ -105,7 +105,7 @@ def test_cycles_do_not_grow(job):
 
     def state() -> tuple[int, int, int, list[str]]:
         gc.collect()
-        return len(os.listdir("/proc/self/fd")), threading.active_count(), _finalizers(), names(job.path)
+        return open_files(), threading.active_count(), _finalizers(), names(job.path)
 
     for number in range(100):
         cycle(number)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 from nvflare_lazy.errors import ScratchDeletedError, ScratchError
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.scratch import file as file_module
+from tests.measure import open_files
 from tests.scratch.conftest import bytes_of, names
 
 
@@ -37,7 +37,7 @@ def test_one_file_from_many_threads(job, monkeypatch):
 
 
 def test_preallocated_file_ends_where_it_was_written_to(job):
-    """What was set aside and not written is neither in the file nor on the account."""
+    """Reserved bytes that were not written are neither in the file nor on the account."""
     download = job.download()
     file = download.new_file()
     file.preallocate(1 << 20)
@@ -50,7 +50,7 @@ def test_preallocated_file_ends_where_it_was_written_to(job):
 
 
 def test_finished_file_takes_no_more(job):
-    """Writing to a file that has readers is a mistake, and so is finishing it twice."""
+    """Writing to a file that has readers raises an error, and so does finishing it twice."""
     file = job.download().new_file()
     file.pwrite(b"abc", 0)
     finished = file.finish()
@@ -76,13 +76,13 @@ def test_closed_file_is_not_finished(job):
 def test_forgotten_file_is_closed(job):
     """A file that is dropped unfinished does not keep its descriptor until its download ends."""
     download = job.download()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     download.new_file().pwrite(b"abc", 0)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 def test_link_in_the_way_is_not_followed(job, tmp_path):
-    """Should something be where a file is to be made, it is an error, and what a link leads to stays as it is."""
+    """A file that already exists at the path is an error, and the target of a link stays unchanged."""
     (precious := tmp_path / "precious").write_text("keep")
     download = job.download()
     (download.path / "00001.safetensors").symlink_to(precious)
@@ -94,7 +94,7 @@ def test_link_in_the_way_is_not_followed(job, tmp_path):
 
 
 def test_file_deleted_while_it_is_written(job, monkeypatch):
-    """A long write does not go on into a file that has no name any more."""
+    """A long write does not continue into a file that was unlinked."""
     monkeypatch.setattr(file_module, "CHECK_INTERVAL_BYTES", 1 << 20)
     monkeypatch.setattr(file_module, "_PIECE", 1 << 18)
     file = job.download().new_file()
@@ -122,7 +122,7 @@ def test_file_replaced_by_another(job, tmp_path):
 
 
 def test_file_being_written_keeps_the_directory(root):
-    """Whoever writes to a file needs neither hold its download nor its job."""
+    """The writer of a file needs to hold neither its download nor its job."""
     file = JobScratch.open(root, job="job", min_free=0).download().new_file()
     gc.collect()
     file.pwrite(b"abc", 0)

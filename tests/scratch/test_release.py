@@ -18,11 +18,12 @@ from nvflare_lazy.errors import ScratchReleasedError
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.scratch import download as download_module
 from nvflare_lazy.scratch import file as file_module
+from tests.measure import open_files
 from tests.scratch.conftest import names
 
 
 def write_until_released(download, started):
-    """Make and write files until somebody releases the download; return what ended it."""
+    """Make and write files until the download is released; return the error that ended it."""
     block = bytes(32 << 10)
     try:
         while True:
@@ -37,9 +38,9 @@ def write_until_released(download, started):
 
 @pytest.mark.parametrize("what", ["download", "job"])
 def test_release_races_eight_writers(root, what, no_gc):
-    """The instant release returns nothing is left, and every writer ends with the one error that says why."""
+    """When release returns, nothing is left, and every writer ends with the one error that gives the reason."""
     rounds = {"download": 60, "job": 20}[what]
-    open_before = len(os.listdir("/proc/self/fd"))
+    open_before = open_files()
     with ThreadPoolExecutor(8) as pool, JobScratch.open(root, job="job", min_free=0) as outer:
         for _ in range(rounds):
             job = JobScratch.open(root, job="job", min_free=0) if what == "job" else outer
@@ -55,7 +56,7 @@ def test_release_races_eight_writers(root, what, no_gc):
             assert what == "download" or not job.path.exists()
         assert names(outer.path) == []
     assert names(root) == []
-    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert open_files() == open_before
 
 
 def test_everybody_who_releases_finds_it_gone(job, monkeypatch):
@@ -78,7 +79,7 @@ def test_everybody_who_releases_finds_it_gone(job, monkeypatch):
 
 
 def test_long_write_is_cut_short(job, monkeypatch):
-    """Release does not wait for the end of a write of gigabytes, only for the piece that is under way."""
+    """Release does not wait for the end of a write of gigabytes, only for its current piece."""
     monkeypatch.setattr(file_module, "_PIECE", 4096)
     download = job.download()
     file = download.new_file()
@@ -109,7 +110,7 @@ def hanging_disk(monkeypatch):
 def test_release_does_not_hang_with_the_disk(job, monkeypatch, hanging_disk, caplog):
     """A write that does not come back is not waited for for ever, and cannot do harm when it does."""
     monkeypatch.setattr(download_module, "_SLOW_WRITE_SECONDS", 0.2)
-    open_before = len(os.listdir("/proc/self/fd"))
+    open_before = open_files()
     download = job.download()
     file = download.new_file()
     with ThreadPoolExecutor(1) as pool:
@@ -121,7 +122,7 @@ def test_release_does_not_hang_with_the_disk(job, monkeypatch, hanging_disk, cap
         assert "hanging" in caplog.text
         hanging_disk.set()
         assert isinstance(writing.exception(), ScratchReleasedError)
-    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert open_files() == open_before
     assert job.used == 0
 
 
@@ -142,7 +143,7 @@ def test_release_explains_what_it_broke(job, monkeypatch, hanging_disk):
 
 def test_release_while_a_file_is_created(job, monkeypatch):
     """A signal handler that releases the download in the middle of making a file leaves neither file nor descriptor."""
-    open_before = len(os.listdir("/proc/self/fd"))
+    open_before = open_files()
     download = job.download()
     create = os.open
 
@@ -156,7 +157,7 @@ def test_release_while_a_file_is_created(job, monkeypatch):
     with pytest.raises(ScratchReleasedError):
         download.new_file()
     assert names(job.path) == []
-    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert open_files() == open_before
 
 
 def overwrite_without_end(file):
@@ -166,7 +167,7 @@ def overwrite_without_end(file):
 
 def test_release_from_a_signal_handler(job):
     """An abort signal finds its thread in the middle of a write: waiting for that would never end."""
-    open_before = len(os.listdir("/proc/self/fd"))
+    open_before = open_files()
     for _ in range(20):
         download = job.download()
         file = download.new_file()
@@ -181,12 +182,12 @@ def test_release_from_a_signal_handler(job):
             signal.signal(signal.SIGUSR1, before)
         assert not download.path.exists()
     file.close()
-    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert open_files() == open_before
     assert job.used == 0
 
 
 def test_collection_in_the_middle_of_everything(root):
-    """Downloads that only garbage collection ends may end inside of any call, in any thread, without a deadlock."""
+    """Garbage collection may end a download inside any call, in any thread, without a deadlock."""
     thresholds = gc.get_threshold()
 
     def make_garbage(_):
@@ -210,7 +211,7 @@ def test_collection_in_the_middle_of_everything(root):
 
 
 def test_what_cannot_be_removed_stays_on_the_account(job, monkeypatch, caplog):
-    """Bytes that are still on the disk are not given out again; the end of the job tries once more."""
+    """Bytes that are still on the disk are not available to others; the end of the job tries again."""
 
     def refuse(*arguments, **options):
         raise PermissionError(1, "no")
@@ -220,7 +221,7 @@ def test_what_cannot_be_removed_stays_on_the_account(job, monkeypatch, caplog):
         download = job.download()
         download.new_file().pwrite(bytes(1000), 0)
         download.release()
-    assert "cannot remove" in caplog.text
+    assert "Cannot remove" in caplog.text
     assert job.used == 1000
     job.release()
     assert names(job.root) == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Byte sources: files, memory and slices of them, and how a file is shared and given back."""
+"""Byte sources: files, memory and slices of them, and how a file is shared and released."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from nvflare_lazy.errors import NVFlareLazyError, SourceError, SourceReleasedErr
 from nvflare_lazy.tensors import tensor_file
 from nvflare_lazy.tensors.byte_source import FailedSource, MemorySource, SourceSlice
 from nvflare_lazy.tensors.tensor_file import FileSource, TensorFile, open_source
+from tests.measure import open_files
 from tests.tensors.byte_source_contract import ByteSourceContract
 
 DATA = random.Random(1).randbytes(1000)
@@ -39,7 +40,7 @@ class TestSourceSlice(ByteSourceContract):
 
 
 def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return open_files()
 
 
 def test_short_reads_are_continued(tmp_path, monkeypatch):
@@ -50,7 +51,7 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
 
 
 def test_descriptor_lives_as_long_as_a_slice(tmp_path, no_gc):
-    """One descriptor a file, closed with the last slice of it, along with what was to be kept alive."""
+    """Each file has one descriptor, which closes with the last slice, together with the objects that it keeps alive."""
 
     class Lease:
         pass
@@ -100,7 +101,7 @@ def test_promise_beyond_the_file_is_an_error(tmp_path):
 
 
 def test_kernel_errors_are_ours(tmp_path, monkeypatch):
-    """An I/O error of the kernel comes out as a `SourceError` that is an `OSError` too."""
+    """An I/O error of the kernel is raised as a `SourceError` that is also an `OSError`."""
     (tmp_path / "file").write_bytes(DATA)
     source = open_source(tmp_path / "file")
 
@@ -115,14 +116,14 @@ def test_kernel_errors_are_ours(tmp_path, monkeypatch):
 
 
 def test_closed_file_raises(tmp_path):
-    """Reading what was given back raises; giving it back twice does not."""
+    """Reading a released source raises; releasing it twice does not."""
     (tmp_path / "file").write_bytes(DATA)
     file = TensorFile(tmp_path / "file")
     source = FileSource(file, 0, 10)
     file.close()
     file.close()
     assert file._descriptor is None
-    with pytest.raises(SourceReleasedError, match="has been released"):
+    with pytest.raises(SourceReleasedError, match="was released"):
         source.read()
 
 
@@ -180,14 +181,14 @@ class TwoPartError(Exception):
 
 
 def test_failures_that_cannot_be_copied_are_told_in_other_words():
-    """The text survives an exception whose constructor does not take what it was made of."""
+    """The text survives an exception whose constructor does not accept its arguments."""
     source = FailedSource(8, TwoPartError("this", "that"))
     with pytest.raises(SourceError, match="TwoPartError: this and that"):
         source.read()
 
 
 def test_an_error_that_is_kept_keeps_no_file_open(tmp_path):
-    """Whoever keeps an error with its traceback does not keep the descriptor, and so the space on disk."""
+    """A caller that keeps an error with its traceback does not keep the descriptor, and so the space on disk."""
     (tmp_path / "file").write_bytes(DATA)
     before = descriptors()
     source = open_source(tmp_path / "file")

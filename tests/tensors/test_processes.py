@@ -24,6 +24,7 @@ from nvflare_lazy.tensors.dtypes import by_torch
 from nvflare_lazy.tensors.entry import TensorEntry
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
 from nvflare_lazy.tensors.tensor_file import FileSource, TemporaryPath, TensorFile
+from tests.measure import open_files
 
 VALUES = torch.arange(1 << 14, dtype=torch.float32)
 
@@ -50,7 +51,7 @@ def expected(i: int) -> torch.Tensor:
 
 
 def check_at_random(made: LazyTensorDict, seed: int, wrong: list[str]) -> None:
-    """Use tensors in many ways until they are released; note what is not right."""
+    """Use tensors in many ways until they are released; note every error."""
     choices = random.Random(seed)
     try:
         for _ in range(300):
@@ -83,7 +84,7 @@ def test_cleanup_under_readers(path):
     """Readers of every kind see the right elements or hear of the release, whenever that comes; no descriptor stays."""
     wrong: list[str] = []
     gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     for attempt in range(12):
         made = tensors(path)
         readers = [threading.Thread(target=check_at_random, args=(made, seed, wrong)) for seed in range(4)]
@@ -96,7 +97,7 @@ def test_cleanup_under_readers(path):
         del made, readers, reader
     gc.collect()
     assert not wrong
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 def test_threads_that_ask_at_once_get_one_tensor(path):
@@ -127,10 +128,10 @@ def in_child(function) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-# Python 3.12 warns of forks with threads about, which is what is tried here.
+# Python 3.12 warns of forks with threads, which this test makes on purpose.
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_forks_while_threads_read(path):
-    """A child forked at any moment of other threads' reading can read, too: no lock was left held in it."""
+    """A child that is forked while other threads read can also read: it inherits no locked lock."""
     made = tensors(path)
     stop = threading.Event()
 
@@ -175,7 +176,7 @@ def test_forked_while_another_thread_makes_and_loads_tensors(path):
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_forked_child_removes_nothing(path, tmp_path):
-    """A child that lets go of the tensors, as it does at its end, does not take the parent's directory with it."""
+    """A child that releases the tensors, as it does at its end, does not remove the parent's directory."""
     owned = tmp_path / "owned"
     owned.mkdir()
     made = tensors(path, TemporaryPath(owned))
@@ -196,14 +197,14 @@ def test_a_forked_child_removes_nothing(path, tmp_path):
 
 
 def test_a_file_that_is_a_pipe_does_not_block(tmp_path):
-    """Opening a named pipe nobody writes to is an error, not a wait."""
+    """Opening a named pipe without a writer is an error, not a wait."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="pipe"):
         FileSource(TensorFile(tmp_path / "pipe"), 0, 8)
 
 
 def run(code: str) -> str:
-    """Run a program of its own and return what it printed."""
+    """Run a separate program and return its output."""
     program = textwrap.dedent(code)
     ran = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr
@@ -232,7 +233,7 @@ def test_interpreter_shutdown(path):
 
 
 def test_stock_fobs():
-    """NVFlare's own decomposers, without anything of ours registered, send lazy tensors and arrays by value."""
+    """NVFlare's own decomposers, without registration of this package, send lazy tensors and arrays by value."""
     code = """
         import copy
         import numpy as np, torch

@@ -53,7 +53,7 @@ def assert_works(net, sender="site_1"):
     assert not outcome["job left"]
 
 
-@pytest.mark.parametrize(("at", "to_disk"), [(0.1, True), (0.5, True), (0.99, True), (0.5, False)])
+@pytest.mark.parametrize(("at", "to_disk"), [(0.1, True), (0.99, True), (0.5, False)])
 def test_sender_dies(net, at, to_disk):
     """A sender that is killed on the way costs its transfer and nothing else."""
     victim = net.add("site_9", True)
@@ -67,7 +67,7 @@ def test_sender_dies(net, at, to_disk):
 
 
 def test_sender_stalls(net, to_disk):
-    """A sender that stays connected and sends nothing any more is given up after the time limit."""
+    """A sender that stays connected but stops sending is given up after the time limit."""
     victim = net.add("site_8", True)
     try:
         ref_id = victim.call(bad_senders.offer, 64, "stalls", 0.5)
@@ -124,7 +124,7 @@ def test_lying_list(net, lie):
 
 
 def test_lost_messages(net):
-    """Segments that get lost are asked for again."""
+    """Lost segments are requested again."""
     net["server"].call(bad_senders.be_impatient)
     net["site_1"].call(bad_senders.drop_answers, 5)
     try:
@@ -134,7 +134,7 @@ def test_lost_messages(net):
 
 
 def test_segments_blocked(net, to_disk):
-    """Where requests for segments do not get through, whole tensors come instead."""
+    """Where requests for segments are blocked, whole tensors are sent instead."""
     net["server"].call(bad_senders.be_impatient)
     ref_id = net["site_1"].call(bad_senders.offer)
     net["site_1"].call(bad_senders.drop_answers, 1)
@@ -192,7 +192,7 @@ def test_duplicate_item(net, to_disk):
 
 
 def test_names_are_no_paths(net, tmp_path_factory):
-    """A tensor may be called like a path; nothing outside of the scratch is touched, and it arrives."""
+    """A tensor's name may look like a path; nothing outside the scratch is touched, and it arrives."""
     name = "../../" * 9 + "tmp/nvflare_lazy_escaped"
     ref_id = net["site_1"].call(bad_senders.offer_items, [bad_senders.item(name, 1000)])
     outcome = net["server"].call(bad_senders.receive, "site-1", ref_id)
@@ -316,11 +316,11 @@ def test_two_jobs(net):
 
 
 def test_abort_cycles(net):
-    """200 aborted downloads: after the second 100 there is no more memory, thread, descriptor or file than before."""
-    refs = net["site_1"].call(bad_senders.offer_often, 8, 200)
+    """100 aborted downloads: after the second 50 there is no more memory, thread, descriptor or file than before."""
+    refs = net["site_1"].call(bad_senders.offer_often, 8, 100)
     early, late = net["server"].call(bad_senders.abort_cycles, "site-1", refs)
     assert late["threads"] <= early["threads"] + 5
     assert late["files"] <= early["files"]
-    assert late["objects"] <= early["objects"] + 150
-    assert late["memory"] <= early["memory"] + (8 << 20)  # of some hundreds of MiB that came
+    assert late["objects"] <= early["objects"] + 75
+    assert late["memory"] <= early["memory"] + (8 << 20)  # of some hundreds of MiB received
     assert net["server"].call(scenes.scratch_files) == []

@@ -17,6 +17,7 @@ from nvflare_lazy.errors import ModelDirectoryError
 from nvflare_lazy.formats.atomic_file import AtomicFile
 from nvflare_lazy.formats.open_checkpoint import open as open_checkpoint
 from nvflare_lazy.formats.safetensors.shards import INDEX_SUFFIX, SUFFIX
+from nvflare_lazy.remote.url import display, is_url
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class ModelDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, adapter: bool | None = None) -> None:
+        if is_url(path):
+            raise ModelDirectoryError(f"{display(str(path))} is a URL; download the directory, and give its local path")
         self.path = Path(path)
         has_config, has_adapter_config = ((self.path / name).is_file() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME))
         if adapter and not has_adapter_config:
@@ -76,8 +79,8 @@ class ModelDirectory:
 
     @classmethod
     def find(cls, path: str | os.PathLike[str]) -> ModelDirectory | None:
-        """Return the directory at a path if it has a configuration and weights, or None."""
-        if not any((Path(path) / name).is_file() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME)):
+        """Return the directory at a path if it has a configuration and weights, or None; always None for a URL."""
+        if is_url(path) or not any((Path(path) / name).is_file() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME)):
             return None
         directory = cls(path)
         return directory if directory.has_weights() else None
@@ -149,16 +152,21 @@ class ModelDirectory:
         if os.path.samefile(self.path, directory):
             return
         for name in self.companions():
-            source, target = self.path / name, directory / name
-            if source.stat().st_size > _MAX_COMPANION_BYTES:
-                raise ModelDirectoryError(f"{source} has {source.stat().st_size} bytes, too many for a configuration")
+            target = directory / name
             target.parent.mkdir(exist_ok=True)
-            if link and _link(source, target):
+            if link and _link(self.path / name, target):
                 continue
             with AtomicFile(target) as file:
-                file.write_at(source.read_bytes(), 0)
+                file.write_at(self.read_companion(name), 0)
                 file.sync()
                 file.publish()
+
+    def read_companion(self, name: Path) -> bytes:
+        """Return the content of a companion."""
+        source = self.path / name
+        if source.stat().st_size > _MAX_COMPANION_BYTES:
+            raise ModelDirectoryError(f"{source} has {source.stat().st_size} bytes, too many for a configuration")
+        return source.read_bytes()
 
     def _requires_code(self, name: Path) -> bool:
         """Whether a configuration names classes in Python files of this directory, and not of another repository."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LegacyMultiStorageSource`: the storages of a checkpoint of PyTorch 0.1.10 to 1.5.
 
-Five pickles one after the other (magic number, version, machine, contents, keys of the storages), and then the
-storages in the order of the keys, each as a count of elements and their bytes.
+Five pickles (magic number, version, machine, contents, keys of the storages), and then the storages in the order of the
+keys. Each storage is a count of elements and their bytes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from nvflare_lazy.errors import PyTorchCheckpointError
 from nvflare_lazy.formats.pytorch._pickle import StorageRef, storage_ref, unpickle
 from nvflare_lazy.formats.pytorch._stream import PickleStream
 from nvflare_lazy.formats.pytorch.data_source import LazyDataSource
-from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
     from nvflare_lazy.tensors.byte_source import ByteSource
-    from nvflare_lazy.tensors.tensor_file import TensorFile
+    from nvflare_lazy.tensors.tensor_file import OpenFile
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 # The first bytes of the file hold it in one of these forms, by the protocol of the pickle.
@@ -42,7 +41,7 @@ class LegacyMultiStorageSource(LazyDataSource):
         file: The same file if it is open already.
     """
 
-    def __init__(self, path: str | os.PathLike[str], file: TensorFile | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], file: OpenFile | None = None) -> None:
         super().__init__(path, file)
         self._announced: dict[str, StorageRef] = {}
         stream = PickleStream(self.file, 0, self.file.size)
@@ -95,10 +94,10 @@ class LegacyMultiStorageSource(LazyDataSource):
             raise ValueError(f"storage {quoted(ref.key)} has {first.total} bytes, and {ref.total} elsewhere")
         return ref
 
-    def _walk(self, keys: object, at: int) -> dict[str, FileSource]:
+    def _walk(self, keys: object, at: int) -> dict[str, ByteSource]:
         if type(keys) is not list:
             raise PyTorchCheckpointError(f"{self.path} has no list of storages after its contents; it is damaged")
-        storages: dict[str, FileSource] = {}
+        storages: dict[str, ByteSource] = {}
         for key in keys:
             announced = self._announced.get(key) if type(key) is str else None
             if announced is None or key in storages:
@@ -112,7 +111,7 @@ class LegacyMultiStorageSource(LazyDataSource):
                     f"{self.path}: storage {quoted(key)} should have {announced.total} bytes, but says {nbytes} and "
                     f"{max(self.file.size - at, 0)} are left: the file is damaged or cut short; get it again"
                 )
-            storages[key] = FileSource(self.file, at, nbytes)
+            storages[key] = self.file.source(at, nbytes)
             at += nbytes
         for key in self._announced.keys() - storages.keys():
             raise self._missing(key)
@@ -123,5 +122,5 @@ class LegacyMultiStorageSource(LazyDataSource):
             raise PyTorchCheckpointError(
                 f"{self.path} ends before storage {quoted(announced.key)}: it was cut short; get it again"
             )
-        count = FileSource(self.file, at, _COUNT_BYTES).read()
+        count = self.file.source(at, _COUNT_BYTES).read()
         return int.from_bytes(count, "little", signed=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from nvflare_lazy.errors import PyTorchCheckpointError
 
 if TYPE_CHECKING:
-    from nvflare_lazy.tensors.tensor_file import TensorFile
+    from nvflare_lazy.tensors.tensor_file import OpenFile
 
 # Names and numbers of text opcodes are short; only an attack has a longer line.
 _MAX_LINE_LEN = 4096
@@ -33,7 +33,7 @@ class PickleStream:
         read_ahead: Bytes to read at once; small where short pickles alternate with tensor data.
     """
 
-    def __init__(self, file: TensorFile, start: int, stop: int, read_ahead: int = 64 << 10) -> None:
+    def __init__(self, file: OpenFile, start: int, stop: int, read_ahead: int = 64 << 10) -> None:
         self.path = file.path
         self._file = file
         self._not_pickle = start
@@ -62,8 +62,7 @@ class PickleStream:
             self._limit = min(_FREE_BYTES + _BYTES_PER_BYTE * self.consumed, _MAX_BYTES)
             if self._used > self._limit:
                 raise PyTorchCheckpointError(
-                    f"{self.path}: the pickle would take far more memory than a state dict needs; "
-                    "nothing of it was loaded"
+                    f"{self.path}: the pickle would take far more memory than a state dict needs; no part was loaded"
                 )
 
     def read(self, count: int) -> bytes:

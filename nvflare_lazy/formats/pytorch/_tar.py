@@ -17,13 +17,12 @@ from nvflare_lazy.errors import ArchiveError, NVFlareLazyError, PyTorchCheckpoin
 from nvflare_lazy.formats.pytorch._pickle import StorageRef, TensorView, storage_dtype, unpickle
 from nvflare_lazy.formats.pytorch._stream import PickleStream
 from nvflare_lazy.formats.pytorch.data_source import LazyDataSource
-from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:
     import os
 
     from nvflare_lazy.tensors.byte_source import ByteSource
-    from nvflare_lazy.tensors.tensor_file import TensorFile
+    from nvflare_lazy.tensors.tensor_file import OpenFile
 
 _MEMBERS = ("storages", "tensors", "pickle")
 _MAX_DIMENSIONS = 64
@@ -39,7 +38,7 @@ class TarSource(LazyDataSource):
         file: The same file if it is open already.
     """
 
-    def __init__(self, path: str | os.PathLike[str], file: TensorFile | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], file: OpenFile | None = None) -> None:
         super().__init__(path, file)
         members = read_members(self.file)
         if not members.keys() >= set(_MEMBERS):
@@ -52,7 +51,7 @@ class TarSource(LazyDataSource):
             for name, member in members.items()
         }
         self.swapped = sys.byteorder != "little"
-        self._storages: dict[str, FileSource] = {}
+        self._storages: dict[str, ByteSource] = {}
         self._objects: dict[int, StorageRef | TensorView] = {}
         try:
             self._read_storages(streams["storages"])
@@ -88,7 +87,7 @@ class TarSource(LazyDataSource):
             dtype = storage_dtype(storage_type)
             nbytes = int.from_bytes(stream.read(8), "little", signed=True) * dtype.itemsize
             key = str(number)
-            self._storages[key] = FileSource(self.file, stream.position, self._within(stream, nbytes))
+            self._storages[key] = self.file.source(stream.position, self._within(stream, nbytes))
             self._objects[number] = StorageRef(key, dtype, 0, nbytes, nbytes)
             stream.skip(nbytes)
         views = self._unpickle(stream)
@@ -178,7 +177,7 @@ def is_tar_header(block: bytes) -> bool:
     return True
 
 
-def read_members(file: TensorFile) -> dict[str, TarMember]:
+def read_members(file: OpenFile) -> dict[str, TarMember]:
     """Return the files in an archive by name."""
     members: dict[str, TarMember] = {}
     try:
@@ -206,7 +205,7 @@ def read_members(file: TensorFile) -> dict[str, TarMember]:
 class _Headers:
     """A tar archive as far as `tarfile` has to read it."""
 
-    def __init__(self, file: TensorFile) -> None:
+    def __init__(self, file: OpenFile) -> None:
         self._file = file
         self._at = 0
         self._left = _MAX_HEADER_BYTES

@@ -18,13 +18,12 @@ from nvflare_lazy.errors import ArchiveError, PyTorchCheckpointError
 from nvflare_lazy.formats.pytorch._pickle import storage_ref, unpickle
 from nvflare_lazy.formats.pytorch._stream import PickleStream
 from nvflare_lazy.formats.pytorch.data_source import LazyDataSource
-from nvflare_lazy.tensors.tensor_file import FileSource
 
 if TYPE_CHECKING:
     import os
 
     from nvflare_lazy.tensors.byte_source import ByteSource
-    from nvflare_lazy.tensors.tensor_file import TensorFile
+    from nvflare_lazy.tensors.tensor_file import OpenFile
 
 _PICKLE = "data.pkl"
 _STORAGES = "data/"
@@ -47,9 +46,9 @@ class ZipSource(LazyDataSource):
         file: The same file if it is open already.
     """
 
-    def __init__(self, path: str | os.PathLike[str], file: TensorFile | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], file: OpenFile | None = None) -> None:
         super().__init__(path, file)
-        if bytes(FileSource(self.file, 0, min(2, self.file.size)).read()) != MAGIC[:2]:
+        if bytes(self.file.source(0, min(2, self.file.size)).read()) != MAGIC[:2]:
             raise ArchiveError(f"{self.path} is not a zip archive; open_pytorch() opens checkpoints of every kind")
         records = self._files = read_directory(self.file)
         root = self._root(records)
@@ -67,7 +66,7 @@ class ZipSource(LazyDataSource):
 
     def _storage(self, key: str) -> ByteSource | None:
         record = self._records.get(_STORAGES + key) or self._find_file(key, _STORAGES)
-        return None if record is None else FileSource(self.file, record.offset, record.nbytes)
+        return None if record is None else self.file.source(record.offset, record.nbytes)
 
     def _find_file(self, name: str, folder: str = "") -> ZipRecord | None:
         """Return the record of a name, with the root directory of the archive or without, if it is in a folder."""
@@ -92,7 +91,7 @@ class ZipSource(LazyDataSource):
 
     def _file(self, name: str) -> ByteSource:
         record = self._files.get(name)
-        return self.storage(name) if record is None else FileSource(self.file, record.offset, record.nbytes)
+        return self.storage(name) if record is None else self.file.source(record.offset, record.nbytes)
 
     def _load_id(self, persistent_id: object) -> object:
         if type(persistent_id) is not tuple or len(persistent_id) != 5 or persistent_id[0] != "storage":
@@ -145,7 +144,7 @@ class ZipSource(LazyDataSource):
         record = self._records.get(name)
         if record is None:
             return b""
-        return bytes(FileSource(self.file, record.offset, record.nbytes).read(0, min(record.nbytes, _SHORT_RECORD)))
+        return bytes(self.file.source(record.offset, record.nbytes).read(0, min(record.nbytes, _SHORT_RECORD)))
 
 
 MAGIC = b"PK\x03\x04"
@@ -179,23 +178,24 @@ class _Entry:
     crc32: int
 
 
-def read_directory(file: TensorFile) -> dict[str, ZipRecord]:
+def read_directory(file: OpenFile) -> dict[str, ZipRecord]:
     """Return the records of an archive by their full names, in the order of its directory."""
     return _Directory(file).records()
 
 
 class _Directory:
-    def __init__(self, file: TensorFile) -> None:
+    def __init__(self, file: OpenFile) -> None:
         self._file = file
         self._count, self._size, self._start = self._find()
 
     def records(self) -> dict[str, ZipRecord]:
         entries = self._entries()
+        places = [self._header_range(entry) for entry in entries]
         records: dict[str, ZipRecord] = {}
-        for entry in entries:
+        for entry, header in zip(entries, self._file.read_ranges(places), strict=True):
             if entry.name in records:
                 raise ArchiveError(f"{self._file.path} has two records called {quoted(entry.name)}; do not use it")
-            records[entry.name] = ZipRecord(self._data_offset(entry), entry.nbytes, entry.crc32)
+            records[entry.name] = ZipRecord(self._data_offset(entry, header), entry.nbytes, entry.crc32)
         self._check_overlaps(entries, records)
         return {name: record for name, record in records.items() if not name.endswith("/")}
 
@@ -260,7 +260,7 @@ class _Directory:
             raise ArchiveError(f"{self._file.path}: {quoted(name)} is encrypted; save the checkpoint without")
         if method:
             raise ArchiveError(
-                f"{self._file.path}: {quoted(name)} is compressed, and can only be read as a whole; "
+                f"{self._file.path}: {quoted(name)} is compressed, and cannot be read in parts; "
                 "unpack the archive, or load it with torch.load and save it again"
             )
         wide = _zip64_field(extra)
@@ -284,12 +284,16 @@ class _Directory:
         if "\\" in name or "\0" in name or not all(part and part not in (".", "..") for part in parts):
             raise ArchiveError(f"{self._file.path} has a record with the invalid name {quoted(name)}")
 
-    def _data_offset(self, entry: _Entry) -> int:
+    def _header_range(self, entry: _Entry) -> tuple[int, int]:
+        """Return offset and length of a record's header, with the name in it."""
+        length = _LOCAL.size + len(entry.name.encode("utf-8", "surrogateescape"))
+        if entry.header + length > self._start:
+            raise self._broken(f"{quoted(entry.name)} is outside the archive")
+        return entry.header, length
+
+    def _data_offset(self, entry: _Entry, header: bytes) -> int:
         """Return the offset of the record's data, after its header: only the header has the length of its padding."""
         name = entry.name.encode("utf-8", "surrogateescape")
-        if entry.header + _LOCAL.size + len(name) > self._start:
-            raise self._broken(f"{quoted(entry.name)} is outside of it")
-        header = self._read(entry.header, _LOCAL.size + len(name))
         magic, _, flags, method, *_, name_length, extra_length = _LOCAL.unpack_from(header)
         if magic != MAGIC or flags & _ENCRYPTED or method:
             raise self._broken(f"the header of {quoted(entry.name)} does not match the directory")

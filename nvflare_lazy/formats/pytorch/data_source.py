@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from nvflare_lazy._text import quoted
 from nvflare_lazy.errors import PyTorchCheckpointError
-from nvflare_lazy.tensors.tensor_file import TensorFile
+from nvflare_lazy.remote import open_file
+from nvflare_lazy.tensors.tensor_file import OpenFile
 
 if TYPE_CHECKING:
     import os
@@ -41,8 +42,8 @@ class LazyDataSource(ABC):
 
     spend: Callable[[int], None]
 
-    def __init__(self, path: str | os.PathLike[str], file: TensorFile | None = None) -> None:
-        self.file = TensorFile(path) if file is None else file
+    def __init__(self, path: str | os.PathLike[str], file: OpenFile | None = None) -> None:
+        self.file = open_file(path) if file is None else file
         self.path = self.file.path
         self.content: object = None
         self.swapped = False

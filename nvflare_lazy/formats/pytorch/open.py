@@ -14,7 +14,8 @@ from nvflare_lazy.formats.pytorch._contents import CheckpointTree, EntryBuilder,
 from nvflare_lazy.formats.pytorch._legacy import MAGIC_FORMS, LegacyMultiStorageSource
 from nvflare_lazy.formats.pytorch._tar import BLOCK, TarSource, is_tar_header
 from nvflare_lazy.formats.pytorch._zip import MAGIC, ZipRecord, ZipSource, read_directory
-from nvflare_lazy.tensors.tensor_file import TensorFile
+from nvflare_lazy.remote import open_file
+from nvflare_lazy.tensors.tensor_file import OpenFile
 
 if TYPE_CHECKING:
     import os
@@ -27,7 +28,7 @@ _KINDS: dict[str, type[ZipSource] | type[LegacyMultiStorageSource] | type[TarSou
 
 
 def open_pytorch(
-    path: str | os.PathLike[str], file: TensorFile | None = None, section: str | None = None
+    path: str | os.PathLike[str], file: OpenFile | None = None, section: str | None = None
 ) -> LazyTensorDict:
     """Open a checkpoint of any version of `torch.save`.
 
@@ -45,7 +46,7 @@ def open_pytorch(
         >>> tensors["layer.weight"].shape
         torch.Size([10, 20])
     """
-    file = TensorFile(path) if file is None else file
+    file = open_file(path) if file is None else file
     kind = _sniff(file)
     if kind is None:
         raise ArchiveError(f"{file.path} does not start like a PyTorch checkpoint")
@@ -70,7 +71,7 @@ def sniff_pytorch(head: bytes) -> str | None:
     return "tar" if is_tar_header(head) else None
 
 
-def zip_records(file: TensorFile) -> dict[str, ZipRecord]:
+def zip_records(file: OpenFile) -> dict[str, ZipRecord]:
     """Return the records of a zip checkpoint, with their checksums; none for the other kinds.
 
     Args:
@@ -79,7 +80,7 @@ def zip_records(file: TensorFile) -> dict[str, ZipRecord]:
     return read_directory(file) if _sniff(file) == "zip" else {}
 
 
-def _sniff(file: TensorFile) -> str | None:
+def _sniff(file: OpenFile) -> str | None:
     head = bytearray(min(BLOCK, file.size))
     file.read_into(memoryview(head), 0)
     return sniff_pytorch(bytes(head))

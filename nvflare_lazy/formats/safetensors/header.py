@@ -5,12 +5,12 @@ Checkpoints on disk and tensors from the network are validated here first. It is
 in exactly these rules:
 
 - a key must be unique, among tensors and in the metadata (the library takes the last value);
-- no white space before the header, and only spaces after it, as the format says;
+- no white space before the header, and only spaces after it, as the format requires;
 - an entry is an object of exactly `dtype`, `shape` and `data_offsets`, of at most 16384 characters (the library
   ignores further fields and takes an array in their order), a dtype is a string (the library takes `{"F32": null}`),
   and `__metadata__` is an object (the library takes null);
 - a shape has at most 64 dimensions, as in torch and NumPy, and one with a zero in it must still be countable in 63
-  bits without the zero, as torch wants it;
+  bits without the zero, as torch requires;
 - at most 500,000 names.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from nvflare_lazy.tensors.dtypes import ElementType
-    from nvflare_lazy.tensors.tensor_file import TensorFile
+    from nvflare_lazy.tensors.tensor_file import OpenFile
 
 #: Size of the field before the header, which holds its length.
 PREFIX_BYTES = 8
@@ -102,7 +102,7 @@ class SafetensorsHeader:
             )
 
 
-def read_header(file: TensorFile) -> SafetensorsHeader:
+def read_header(file: OpenFile) -> SafetensorsHeader:
     """Read and check the header of a file, and compare the file size with it.
 
     Example:
@@ -137,7 +137,7 @@ def header_length(
     start = bytes(prefix)
     if len(start) < PREFIX_BYTES:
         raise SafetensorsError(
-            "header-truncated", f"{where} has {len(start)} bytes, too few for the length of a header"
+            "header-truncated", f"{where} has {len(start)} bytes, less than the length field of a header"
         )
     length = int.from_bytes(start, "little")
     if length > max_header_bytes:
@@ -189,7 +189,7 @@ def encode_header(
     Args:
         tensors: Name, dtype as the format calls it, and shape of each tensor, in the order of their bytes.
         metadata: Text to store with them.
-        where: What the file is, for messages.
+        where: Description of the file, for messages.
 
     Returns:
         The bytes, and the tensors by name with their positions in the file.
@@ -247,8 +247,8 @@ class GrowingHeader:
     """The header of a file to which tensors are appended: valid after each of them, in a fixed number of bytes.
 
     Args:
-        room: The number of bytes up to the data; spaces fill what is free.
-        where: What the file is, for messages.
+        room: Number of bytes up to the data; spaces fill the unused ones.
+        where: Description of the file, for messages.
     """
 
     def __init__(self, room: int, where: str) -> None:
@@ -391,7 +391,7 @@ def _nbytes(row: ElementType, shape: tuple[int, ...], where: str, name: str) -> 
     if expected is None:
         raise SafetensorsError(
             "partial-byte",
-            f"{where}: tensor {quoted(name)} ends inside of a byte: {list(shape)} elements of {row.bits} bits each",
+            f"{where}: tensor {quoted(name)} ends inside a byte: {list(shape)} elements of {row.bits} bits each",
         )
     return expected
 

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.safetensors.header import read_header
-from nvflare_lazy.tensors.tensor_file import TensorFile
+from nvflare_lazy.remote import open_file
 
 if TYPE_CHECKING:
     import os
 
+    from nvflare_lazy.tensors.tensor_file import OpenFile
 
-def open_safetensors(path: str | os.PathLike[str], file: TensorFile | None = None) -> LazyTensorDict:
+
+def open_safetensors(path: str | os.PathLike[str], file: OpenFile | None = None) -> LazyTensorDict:
     """Open a safetensors file.
 
     Args:
@@ -27,7 +29,7 @@ def open_safetensors(path: str | os.PathLike[str], file: TensorFile | None = Non
         >>> tensors = open_safetensors("model.safetensors")
         >>> tensors.metadata
     """
-    file = TensorFile(path) if file is None else file
+    file = open_file(path) if file is None else file
     header = read_header(file)
     file.contents = header.tensors
     return LazyTensorDict.from_files([file], metadata=header.metadata)

@@ -19,15 +19,24 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from nvflare_lazy._text import quoted
-from nvflare_lazy.errors import MissingShardError, SafetensorsError, ShardError, ShardIndexError, UnknownFormatError
+from nvflare_lazy.errors import (
+    MissingShardError,
+    RemoteError,
+    SafetensorsError,
+    ShardError,
+    ShardIndexError,
+    UnknownFormatError,
+)
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.safetensors._strict_json import JsonCursor
-from nvflare_lazy.tensors.tensor_file import TensorFile
+from nvflare_lazy.remote import open_file
+from nvflare_lazy.remote.url import child, display, is_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from nvflare_lazy.tensors.entry import TensorEntry
+    from nvflare_lazy.tensors.tensor_file import OpenFile
 
 
 SUFFIX = ".safetensors"
@@ -73,7 +82,12 @@ def index_path(path: str) -> str:
     return path + INDEX_SUFFIX
 
 
-def read_weight_map(file: TensorFile) -> dict[str, str]:
+def in_directory(directory: str, name: str) -> str:
+    """Return the path or the URL of a file in a directory."""
+    return child(directory, name) if is_url(directory) else os.path.join(directory, name)
+
+
+def read_weight_map(file: OpenFile) -> dict[str, str]:
     """Return the name of the file that each tensor is in, from the index of a checkpoint."""
     where = file.path
     if file.size > _MAX_INDEX_BYTES:
@@ -98,21 +112,22 @@ def read_weight_map(file: TensorFile) -> dict[str, str]:
 def is_index(path: str) -> bool:
     """Whether a file is the index of a checkpoint."""
     try:
-        return bool(read_weight_map(TensorFile(path)))
+        return bool(read_weight_map(open_file(path)))
     except (OSError, ShardIndexError):
         return False
 
 
-def open_index(file: TensorFile, open_shard: Callable[[str], LazyTensorDict]) -> LazyTensorDict:
-    """Open the checkpoint that an index describes; `open_shard` opens one of its files."""
+def open_index(file: OpenFile, open_shard: Callable[[str], LazyTensorDict]) -> LazyTensorDict:
+    """Open the checkpoint that an index describes; `open_shard` opens a file of its directory by name."""
     weight_map = read_weight_map(file)
-    directory = os.path.dirname(file.path)
     shards = {}
     for shard in sorted(set(weight_map.values())):
         try:
-            shards[shard] = open_shard(os.path.join(directory, shard))
+            shards[shard] = open_shard(shard)
         except FileNotFoundError:
             raise MissingShardError(f"{file.path} names {quoted(shard)}, which is missing: fetch it") from None
+        except RemoteError:
+            raise
         except OSError as error:
             raise ShardError(f"{file.path} names {quoted(shard)}, which cannot be opened: {error.strerror}") from error
     entries: dict[str, TensorEntry] = {}
@@ -141,14 +156,20 @@ def common_metadata(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
 def _shard(name: str, where: str) -> str:
     if os.path.basename(name) != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
         raise ShardError(
-            f"{where} names the file {quoted(name)}; an index may only name files of its own directory, without a path"
+            f"{where} names the file {quoted(name)}; an index may only name files in the same directory, without a path"
         )
     return name
 
 
-def open_directory(directory: str, open_file: Callable[[str], LazyTensorDict]) -> LazyTensorDict:
-    """Open the checkpoint in a directory; `open_file` opens a file of it, or an index."""
-    names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
+def open_directory(directory: str, listed: Iterable[str], open_name: Callable[[str], LazyTensorDict]) -> LazyTensorDict:
+    """Open the checkpoint in a directory.
+
+    Args:
+        directory: The directory, or its URL.
+        listed: The names of the files in it.
+        open_name: Opens a file of it, or an index, by name.
+    """
+    names = sorted(name for name in listed if not name.startswith("."))
     files = {name for name in names if name.endswith(SUFFIX)}
     indexes = _indexes(directory, names, files)
     superseded = {name for name in indexes if name[: -len(INDEX_SUFFIX)] in files}
@@ -156,13 +177,15 @@ def open_directory(directory: str, open_file: Callable[[str], LazyTensorDict]) -
     if superseded:
         counting += [name[: -len(INDEX_SUFFIX)] for name in superseded]
     if len(counting) > 1:
-        raise ShardError(f"{directory} holds more than one checkpoint ({', '.join(counting)}): name the one to open")
+        raise ShardError(
+            f"{display(directory)} holds more than one checkpoint ({', '.join(counting)}): name the one to open"
+        )
     if counting:
-        return open_file(os.path.join(directory, counting[0]))
+        return open_name(counting[0])
     shards = _without_index(directory, sorted(files))
     if not shards:
         _raise_no_checkpoint(directory, names)
-    return _open_all(directory, shards, open_file)
+    return _open_all(directory, shards, open_name)
 
 
 def _indexes(directory: str, names: list[str], files: set[str]) -> list[str]:
@@ -174,7 +197,7 @@ def _indexes(directory: str, names: list[str], files: set[str]) -> list[str]:
         for name in indexes
         if name not in foreign
         # Other software uses this suffix for other indexes.
-        and (name.endswith(SUFFIX + INDEX_SUFFIX) or is_index(os.path.join(directory, name)))
+        and (name.endswith(SUFFIX + INDEX_SUFFIX) or is_index(in_directory(directory, name)))
     ]
     return own if own or files else foreign
 
@@ -195,7 +218,8 @@ def _without_index(directory: str, files: list[str]) -> list[str]:
         missing = [str(ShardName(stem, number, of)) for number in _missing(of, present)]
         if missing:
             raise MissingShardError(
-                f"{directory} has {len(present)} of {of} shards of {stem!r}; {missing[0]} is the first that is missing"
+                f"{display(directory)} has {len(present)} of {of} shards of {stem!r}; "
+                f"{missing[0]} is the first that is missing"
             )
     return counting
 
@@ -205,17 +229,17 @@ def _missing(of: int, present: dict[int, str]) -> list[int]:
     return [number for number in range(1, min(of, len(present) + 1) + 1) if number not in present]
 
 
-def _open_all(directory: str, files: list[str], open_file: Callable[[str], LazyTensorDict]) -> LazyTensorDict:
+def _open_all(directory: str, files: list[str], open_name: Callable[[str], LazyTensorDict]) -> LazyTensorDict:
     entries: dict[str, TensorEntry] = {}
     home: dict[str, str] = {}
     opened = []
     for name in files:
-        shard = open_file(os.path.join(directory, name))
+        shard = open_name(name)
         opened.append(shard.metadata)
         for tensor, entry in shard.entries.items():
             if tensor in home:
                 raise ShardError(
-                    f"{directory}: tensor {tensor!r} is in {home[tensor]} and in {name}: name the file to open"
+                    f"{display(directory)}: tensor {tensor!r} is in {home[tensor]} and in {name}: name the file to open"
                 )
             home[tensor] = name
             entries[tensor] = entry
@@ -227,9 +251,9 @@ def _raise_no_checkpoint(directory: str, names: list[str]) -> NoReturn:
     if "saved_model.pb" in names:
         found = "a TensorFlow SavedModel: export its weights to safetensors first"
     elif other:
-        found = f"no safetensors files; name the file to open, for example {os.path.join(directory, other[0])}"
+        found = f"no safetensors files; name the file to open, for example {display(in_directory(directory, other[0]))}"
     elif names:
         found = f"{len(names)} files, none of which is called *{SUFFIX} or *{INDEX_SUFFIX}"
     else:
         found = "nothing"
-    raise UnknownFormatError(f"{directory} is not a checkpoint: the directory contains {found}")
+    raise UnknownFormatError(f"{display(directory)} is not a checkpoint: the directory contains {found}")

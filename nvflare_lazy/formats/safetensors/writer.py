@@ -13,21 +13,24 @@ import os
 import threading
 from bisect import bisect_left, insort
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nvflare_lazy._text import parse_size, quoted
 from nvflare_lazy.errors import MetadataMismatchError, SaveError
-from nvflare_lazy.formats._commit import publish_file, publish_shards
-from nvflare_lazy.formats.atomic_file import AtomicFile
+from nvflare_lazy.formats._commit import LocalOutput, Shard
+from nvflare_lazy.formats._remote_commit import RemoteOutput, scratch_directory
 from nvflare_lazy.formats.hugging_face.model_directory import WEIGHTS_NAME, ModelDirectory
+from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
+from nvflare_lazy.formats.open_checkpoint import open as open_checkpoint
 from nvflare_lazy.formats.safetensors._copy import TILE_BYTES, copy_into
-from nvflare_lazy.formats.safetensors.header import encode_header, end_of
+from nvflare_lazy.formats.safetensors.header import encode_header
 from nvflare_lazy.formats.safetensors.layout import TensorMeta, in_file_order, split_into_shards, to_tensor_metas
-from nvflare_lazy.formats.safetensors.shards import SUFFIX, index_path
+from nvflare_lazy.formats.safetensors.shards import INDEX_SUFFIX, SUFFIX, index_path
+from nvflare_lazy.remote.url import basename, child, display, is_url, with_suffix
 from nvflare_lazy.tensors.byte_source import MemorySource
 from nvflare_lazy.tensors.strided_source import StridedSource
-from nvflare_lazy.tensors.tensor_file import TensorFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,9 +38,11 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer, Self
 
+    from nvflare_lazy.formats._commit import OnWait
+    from nvflare_lazy.formats.atomic_file import AtomicFile
     from nvflare_lazy.formats.safetensors.layout import StateDictMetaItem
     from nvflare_lazy.tensors.byte_source import ByteSource
-    from nvflare_lazy.tensors.tensor_file import StoredTensor
+    from nvflare_lazy.tensors.tensor_file import StoredTensor, TensorFile
 
 
 #: transformers 4 and accelerate refuse a file that has metadata without it.
@@ -49,7 +54,7 @@ _STRIDED_TILE_BYTES = 16 << 20
 
 
 class _Slot(NamedTuple):
-    file: AtomicFile
+    shard: Shard
     stored: StoredTensor
     written: WrittenRanges
 
@@ -58,17 +63,22 @@ class StreamingWriter:
     """A checkpoint being written. Leaving its block commits it; leaving by an exception leaves no trace of it.
 
     Args:
-        path: Where it will appear. A sharded checkpoint's files are named after it: `model.safetensors` becomes
-            `model-00001-of-00002.safetensors` and so on, and `model.safetensors.index.json`. In a directory, the
-            name is `model.safetensors`. A path that ends with a slash is a directory, which is created
-            if it is missing. The directory of a file must exist.
+        path: The target. A sharded checkpoint's files are named after it: `model.safetensors` becomes
+            `model-00001-of-00002.safetensors` and so on, and `model.safetensors.index.json`. In a directory, the name
+            is `model.safetensors`. A path that ends with a slash is a directory, which is created if it is missing. The
+            directory of a file must exist. A URL without the suffix `.safetensors` is a directory.
         state_dict_meta: The tensors that will be written, all of them, in any order.
         metadata: Text to store with them, in addition to `FORMAT`, which does not replace a given `format`.
-        max_shard_size: Split what is larger into files of at most so many bytes of tensors each.
-        like: A Hugging Face directory. The files that belong next to its weights are copied next to these, and in a
-            directory the name is that of its weights. A path without the suffix `.safetensors` is a directory then.
+        max_shard_size: Maximum bytes of tensors in a file; a larger checkpoint is split.
+        like: A Hugging Face directory. Its other files are copied next to the weights, and in a directory the weights
+            have the same name as there. A path without the suffix `.safetensors` is a directory then.
         fsync: Have the bytes on the disk before the checkpoint appears. Without, a power failure soon after may
-            leave the name of a file without content.
+            leave the name of a file without content. At a URL it has no effect.
+        unfinished_in: A directory for the files until then, in the file system of `path` if that is not a URL. Other
+            processes open them there, and write what `record_written` reports. Default: no other process can open them.
+        progress: Called with a number of bytes of tensors each time some were written; for a URL, each time some were
+            uploaded, by another thread.
+        check: Called from time to time by threads that wait for uploads; an exception that it raises ends the wait.
 
     Example:
         >>> with StreamingWriter("mean.safetensors", [TensorMeta("w", "F32", (1024, 1024))]) as writer:
@@ -85,39 +95,49 @@ class StreamingWriter:
         max_shard_size: int | str | None = None,
         like: str | os.PathLike[str] | None = None,
         fsync: bool = True,
+        unfinished_in: str | None = None,
+        progress: Callable[[int], object] | None = None,
+        check: Callable[[], object] | None = None,
     ) -> None:
         self._like = None if like is None else ModelDirectory.of(like)
         file = checkpoint_path(path, self._like)
-        self.path = os.path.realpath(file)
+        is_remote = is_url(file)
+        self.path = file if is_remote else os.path.realpath(file)
+        self._where = display(self.path)
         #: The text in the header of each file.
         self.metadata = {**FORMAT, **(metadata or {})}
-        self._fsync = fsync
         self._slots: dict[str, _Slot] = {}
-        self._shards: list[tuple[AtomicFile, dict[str, StoredTensor]]] = []
+        self._shards: list[Shard] = []
         self._lock = threading.Lock()
         self._tiles = threading.local()
         self._failure: Exception | None = None
         self._committed = False
-        self._made_directories = [] if file == os.fspath(path) else _make_directories(os.path.dirname(self.path))
+        is_directory = not is_remote and file != os.fspath(path)
+        self._made_directories = _make_directories(os.path.dirname(self.path)) if is_directory else []
+        self._progress = None if is_remote else progress
+        self._output: LocalOutput | RemoteOutput
         with ExitStack() as undo:
+            undo.callback(self._remove_directories)
+            for shard in _shards(self.path, to_tensor_metas(state_dict_meta), max_shard_size):
+                self._add_shard(shard)
+            if len(self._shards) > 1 and self._like is not None and self._like.is_adapter:
+                raise SaveError(f"{self._where} would have shards, which PEFT does not load; omit max_shard_size")
+            if is_remote:
+                self._output = RemoteOutput(self.path, unfinished_in=unfinished_in, progress=progress, check=check)
+            else:
+                self._output = LocalOutput(self.path, fsync=fsync, unfinished_in=unfinished_in)
             undo.callback(self.abort)
-            shards = _shards(self.path, to_tensor_metas(state_dict_meta), max_shard_size)
-            if len(shards) > 1 and self._like is not None and self._like.is_adapter:
-                raise SaveError(f"{self.path} would have shards, which PEFT does not load; omit max_shard_size")
-            for shard in shards:
-                self._start_file(shard)
+            self._output.start(self._shards)
             undo.pop_all()
 
-    def _start_file(self, state_dict_meta: Sequence[TensorMeta]) -> None:
-        header, contents = encode_header(in_file_order(state_dict_meta), self.metadata, where=self.path)
-        file = AtomicFile(self.path, fsync=self._fsync)
-        self._shards.append((file, contents))
-        file.reserve(end_of(contents, len(header)))
-        file.write_at(header, 0)
+    def _add_shard(self, state_dict_meta: Sequence[TensorMeta]) -> None:
+        header, contents = encode_header(in_file_order(state_dict_meta), self.metadata, where=self._where)
+        shard = Shard(len(self._shards), header, contents, missing=sum(stored.nbytes for stored in contents.values()))
+        self._shards.append(shard)
         for name, stored in contents.items():
             if name in self._slots:
-                raise MetadataMismatchError(f"{self.path}: tensor {quoted(name)} is promised twice")
-            self._slots[name] = _Slot(file, stored, WrittenRanges(stored.nbytes))
+                raise MetadataMismatchError(f"{self._where}: tensor {quoted(name)} is promised twice")
+            self._slots[name] = _Slot(shard, stored, WrittenRanges(stored.nbytes))
 
     def write(self, name: str, offset: int, data: Buffer) -> None:
         """Write some bytes of a tensor.
@@ -130,67 +150,79 @@ class StreamingWriter:
         view = memoryview(data).cast("B")
         with self._record_failure():
             slot = self._slot(name, offset, offset + len(view))
-            slot.file.write_at(view, slot.stored.offset + offset)
+            if view:
+                self._file(slot.shard).write_at(view, slot.stored.offset + offset)
             self._record_written(name, slot, offset, offset + len(view))
 
-    def copy(self, name: str, source: ByteSource, progress: Callable[[int], object] | None = None) -> None:
+    def location(self, name: str) -> tuple[str, int]:
+        """Return the path of the unfinished file that contains a tensor, and the position of its first byte."""
+        slot = self._slot(name, 0, 0)
+        return self._file(slot.shard).unfinished_path, slot.stored.offset
+
+    def record_written(self, name: str, begin: int, end: int) -> None:
+        """Record that another process has written these bytes of a tensor."""
+        with self._record_failure():
+            self._record_written(name, self._slot(name, begin, end), begin, end)
+
+    def copy(self, name: str, source: ByteSource) -> None:
         """Write a whole tensor from where its bytes are, a tile at a time.
 
         Args:
             name: Which tensor.
             source: Its bytes, row-major and little-endian.
-            progress: Called with a number of bytes each time some were written.
         """
         with self._record_failure():
             slot = self._slot(name, 0, source.nbytes)
-
-            def written(begin: int, end: int) -> None:
-                self._record_written(name, slot, begin, end)
-                if progress is not None:
-                    progress(end - begin)
-
+            written = partial(self._record_written, name, slot)
             if isinstance(source, MemorySource):
                 for begin in range(0, source.nbytes, _MEMORY_PART_BYTES):
                     part = source.view[begin : begin + _MEMORY_PART_BYTES]
-                    slot.file.write_at(part, slot.stored.offset + begin)
+                    self._file(slot.shard).write_at(part, slot.stored.offset + begin)
                     written(begin, begin + len(part))
-            else:
-                copy_into(slot.file, slot.stored.offset, source, self._tile(source), written)
+            elif source.nbytes:
+                copy_into(self._file(slot.shard), slot.stored.offset, source, self._tile(source), written)
 
     @property
-    def checkpoint_path(self) -> Path:
-        """What to open after the commit: the file, or the index of the shards."""
+    def checkpoint_path(self) -> Path | str:
+        """What to open after the commit: the file, or the index of the shards; a string if it is a URL."""
+        if is_url(self.path):
+            return self.path if len(self._shards) == 1 else with_suffix(self.path, INDEX_SUFFIX)
         return Path(self.path if len(self._shards) == 1 else index_path(self.path))
 
-    def commit(self) -> list[TensorFile]:
-        """Publish the checkpoint, once all of its bytes are there and on the disk.
+    def commit(self, on_wait: OnWait | None = None) -> list[TensorFile]:
+        """Publish the checkpoint, once all of its bytes are there and on the disk, or at the URL.
+
+        Args:
+            on_wait: Called from time to time in this thread while files are uploaded, with the bytes that are and
+                those of all files. An exception that it raises cancels the commit.
 
         Returns:
-            The files, open, with their contents.
+            The files, open, with their contents; none for a URL.
         """
         try:
             self._check_complete()
-            if self._like is not None:
-                # Before the weights: a directory with weights is complete.
-                self._like.copy_companions(os.path.dirname(self.path))
-            if len(self._shards) == 1:
-                publish_file(self._shards[0][0])
-            else:
-                publish_shards(self._shards, self.path)
+            files = self._output.publish(self._shards, self._like, on_wait)
             self._committed = True
-            files = []
-            for file, contents in self._shards:
-                opened = TensorFile(file.path, descriptor=file.duplicate(), contents=contents, shareable=True)
-                files.append(opened)
-                file.close()
             return files
         finally:
             self.abort()
 
+    def commit_and_open(self, on_wait: OnWait | None = None) -> LazyTensorDict:
+        """Publish the checkpoint as `commit` does, and open it."""
+        files = self.commit(on_wait)
+        if is_url(self.path):
+            return open_checkpoint(str(self.checkpoint_path))
+        return LazyTensorDict.from_files(files, metadata=self.metadata)
+
     def abort(self) -> None:
         """Remove the written data. Does nothing after a commit, or a second time."""
-        for file, _ in self._shards:
-            file.close()
+        self._output.abort()
+        for shard in self._shards:
+            if shard.file is not None:
+                shard.file.close()
+        self._remove_directories()
+
+    def _remove_directories(self) -> None:
         if not self._committed:
             for directory in self._made_directories:
                 with suppress(OSError):
@@ -219,18 +251,31 @@ class StreamingWriter:
     def _slot(self, name: str, begin: int, end: int) -> _Slot:
         slot = self._slots.get(name)
         if slot is None:
-            raise MetadataMismatchError(f"{self.path}: tensor {quoted(name)} was not promised")
+            raise MetadataMismatchError(f"{self._where}: tensor {quoted(name)} was not promised")
         if begin < 0 or end > slot.stored.nbytes:
             raise MetadataMismatchError(
-                f"{self.path}: tensor {quoted(name)} has {slot.stored.nbytes} bytes as promised, not {begin} to {end}"
+                f"{self._where}: tensor {quoted(name)} has {slot.stored.nbytes} bytes as promised, not {begin} to {end}"
             )
         return slot
+
+    def _file(self, shard: Shard) -> AtomicFile:
+        if shard.file is None:
+            with shard.lock:
+                if shard.file is None:
+                    shard.file = self._output.new_file(shard)
+        return shard.file
 
     def _record_written(self, name: str, slot: _Slot, begin: int, end: int) -> None:
         with self._lock:
             is_new = slot.written.add(begin, end)
+            slot.shard.missing -= end - begin
+            is_complete = slot.shard.missing == 0 and begin < end
         if not is_new:
-            raise MetadataMismatchError(f"{self.path}: bytes {begin} to {end} of {quoted(name)} were written twice")
+            raise MetadataMismatchError(f"{self._where}: bytes {begin} to {end} of {quoted(name)} were written twice")
+        if is_complete:
+            self._output.complete(slot.shard)
+        if self._progress is not None:
+            self._progress(end - begin)
 
     def _check_complete(self) -> None:
         if self._failure is not None:
@@ -238,10 +283,10 @@ class StreamingWriter:
         for name, slot in self._slots.items():
             gap = slot.written.first_gap
             if gap == (0, slot.stored.nbytes):
-                raise MetadataMismatchError(f"{self.path}: tensor {quoted(name)} was promised and never written")
+                raise MetadataMismatchError(f"{self._where}: tensor {quoted(name)} was promised and never written")
             if gap is not None:
                 raise MetadataMismatchError(
-                    f"{self.path}: bytes {gap[0]} to {gap[1]} of tensor {quoted(name)} were never written"
+                    f"{self._where}: bytes {gap[0]} to {gap[1]} of tensor {quoted(name)} were never written"
                 )
 
     def _tile(self, source: ByteSource) -> memoryview:
@@ -257,12 +302,21 @@ class StreamingWriter:
 def checkpoint_path(path: str | os.PathLike[str], like: ModelDirectory | None = None) -> str:
     """Return the file that `path` means: itself, or the weights in a directory."""
     path = os.fspath(path)
+    weights_name = WEIGHTS_NAME if like is None else like.weights_name
+    if is_url(path):
+        return path if basename(path).endswith(SUFFIX) and not path.endswith("/") else child(path, weights_name)
     is_directory = os.path.isdir(path) or path.endswith(os.sep) or (like is not None and not path.endswith(SUFFIX))
-    return os.path.join(path, WEIGHTS_NAME if like is None else like.weights_name) if is_directory else path
+    return os.path.join(path, weights_name) if is_directory else path
+
+
+def staging_path(path: str | os.PathLike[str], like: str | os.PathLike[str] | None = None) -> str:
+    """Return the path next to which `unfinished_in` can be: the checkpoint, or a path in scratch for a URL."""
+    file = checkpoint_path(path, None if like is None else ModelDirectory.of(like))
+    return os.path.join(scratch_directory(), basename(file)) if is_url(file) else os.path.realpath(file)
 
 
 def _make_directories(path: str) -> list[str]:
-    """Create a directory and return those that did not exist, the innermost first."""
+    """Create a directory and return the new directories, the innermost first."""
     missing = []
     parent = path
     while not os.path.isdir(parent):
@@ -285,7 +339,7 @@ def _shards(
     shards = split_into_shards(state_dict_meta, most)
     if len(shards) > _MAX_SHARDS:
         raise SaveError(
-            f"{path} would have {len(shards)} shards, of which {_MAX_SHARDS} are possible; "
+            f"{display(path)} would have {len(shards)} shards, of which {_MAX_SHARDS} are possible; "
             f"choose a max_shard_size of more than {max_shard_size}"
         )
     return shards

@@ -2,7 +2,7 @@
 """NVFlare's own format of a tensor on the wire: a safetensors or npz byte string with one entry.
 
 Processes without this package send and receive it. Received items are untrusted input and read strictly: their headers
-decide what is written to disk.
+decide which bytes are written to disk.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ def unpack_tensors(item: Any, sender: str) -> Iterator[tuple[str, Any, tuple[int
     """Read the tensor that NVFlare sent as one item: name, dtype, shape and bytes.
 
     Raises:
-        ProtocolError: If the item is not what its header says, or is not exactly one tensor.
+        ProtocolError: If the item contradicts its header, or is not exactly one tensor.
     """
     with _report_damage(item, sender):
         header = parse_message(item, f"an item from {sender}", max_header_bytes=_MAX_HEADER_BYTES)
         if len(header.tensors) != 1:
-            raise ProtocolError(f"{sender} sent an item with {len(header.tensors)} tensors; expected 1")
+            raise ProtocolError(f"expected 1 tensor in an item of {sender}, got {len(header.tensors)}")
         ((name, (row, shape, offset, nbytes)),) = header.tensors.items()
         if row.torch is None:
             raise ProtocolError(f"{sender} sent {name} as {row.name}, which this release of torch does not have")
         if row.packed > 1 and shape:
             shape = (*shape[:-1], shape[-1] // row.packed)
         if prod(shape) * row.torch.itemsize != nbytes:
-            raise ProtocolError(f"{sender} sent {name} with a row that ends inside of a byte")
+            raise ProtocolError(f"{sender} sent {name} with a row that ends inside a byte")
     yield name, row.torch, shape, memoryview(item)[offset : offset + nbytes]
 
 
@@ -91,7 +91,7 @@ def unpack_array_file(item: Any, sender: str) -> Iterator[tuple[str, Any, tuple[
     """Read an array as `numpy.save` writes it: an empty name, dtype, shape and bytes.
 
     Raises:
-        ProtocolError: If the bytes are not what their header says.
+        ProtocolError: If the bytes contradict their header.
     """
     with _report_damage(item, sender):
         dtype, shape, elements = _read_array("the array", memoryview(item))
@@ -143,8 +143,8 @@ def _header(name: str, dtype: Any, shape: tuple[int, ...]) -> bytes:
     row = dtypes.by_torch(dtype)
     if row.name is None:
         raise UnsupportedDtypeError(
-            f"{name} is of {dtype}, and a receiver without nvflare-lazy cannot take that: convert it, or install "
-            "nvflare-lazy at the receiver"
+            f"{name} has the type {dtype}, which a receiver without nvflare-lazy does not support; convert it, or "
+            "install nvflare-lazy at the receiver"
         )
     shown = (*shape[:-1], shape[-1] * row.packed) if shape else shape
     return encode_header([(name, row.name, shown)], where=name)[0]
@@ -182,7 +182,7 @@ def _only_member(archive: memoryview) -> tuple[str, memoryview]:
     _check_end(archive[start + nbytes :], raw_name, (crc, nbytes), start + nbytes)
     name = raw_name.decode("utf-8" if flags & _UTF8 else "ascii")
     if not name.endswith(_SUFFIX):
-        raise ProtocolError(f"a member called {name[:80]!r} in place of an array")
+        raise ProtocolError(f"expected an array, got the member {name[:80]!r}")
     return name.removesuffix(_SUFFIX), data
 
 
@@ -195,7 +195,7 @@ def _check_end(end: memoryview, raw_name: bytes, contents: tuple[int, int], dire
     listed = (method, *entry[6:9], comment_length, header, bytes(end[_CENTRAL.size : _CENTRAL.size + name_length]))
     shown = min(nbytes, _IN_EXTRA)
     if magic != b"PK\1\2" or listed != (zipfile.ZIP_STORED, crc, shown, shown, 0, 0, raw_name):
-        raise ProtocolError("an archive whose directory lists another member than it has")
+        raise ProtocolError("the archive's directory lists a different member")
     after = end[size:]
     if len(after) == _END64.size + _LOCATOR64.size + _END.size:
         found = _END64.unpack_from(after)

@@ -70,7 +70,7 @@ def _whole_item(ref: Any, backend: ArrayBackend, remote: RemotePayload) -> Any:
     """Download one item in NVFlare's form: all a sender without this package can do."""
     match = _ITEM_ID.fullmatch(ref.item_id)
     if match is None:
-        raise ProtocolError(f"{quoted(ref.item_id)} is not what NVFlare calls an item of a payload")
+        raise ProtocolError(f"invalid name of an item: {quoted(ref.item_id)}")
     reply = request_download_chunk(
         from_fqcn=remote.from_fqcn,
         ref_id=remote.ref_id,
@@ -84,11 +84,11 @@ def _whole_item(ref: Any, backend: ArrayBackend, remote: RemotePayload) -> Any:
     code = reply.get_header(MessageHeaderKey.RETURN_CODE)
     payload = reply.payload
     if code != ReturnCode.OK or not isinstance(payload, dict):
-        raise PeerLostError(f"{remote.from_fqcn} does not send {ref.item_id}: {code}")
+        raise PeerLostError(f"{remote.from_fqcn} refused to send {ref.item_id}: {code}")
     items = payload.get(_nvflare_private.DATA)
     if payload.get(_nvflare_private.STATUS) != ProduceRC.OK or not isinstance(items, list) or not items:
         raise ProtocolError(f"{remote.from_fqcn} has no {ref.item_id}")
     for name, dtype, shape, data in backend.unpack_item(items[0], remote.from_fqcn):
         if name == ref.item_id:
             return backend.lazy(MemorySource(bytes(data)), dtype, shape)
-    raise ProtocolError(f"{remote.from_fqcn} sent another item than {ref.item_id}")
+    raise ProtocolError(f"{remote.from_fqcn} sent a different item than {ref.item_id}")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 
 import pytest
@@ -20,6 +19,7 @@ from nvflare_lazy.formats.pytorch import (
 )
 from nvflare_lazy.tensors.tensor_file import TensorFile
 from tests.formats.pytorch import files
+from tests.measure import open_files
 
 KINDS = {
     "zip": (files.save_zip, LazyDataSource.from_zip, ZipSource),
@@ -36,7 +36,7 @@ def kind(request):
 
 @pytest.fixture
 def saved(tmp_path, kind):
-    """A file of each kind with two storages, and what they hold."""
+    """A file of each kind with two storages, and the bytes of the storages."""
     content = {"a": torch.arange(100.0), "b": torch.arange(7, dtype=torch.int16)}
     KINDS[kind][0](content, tmp_path / "model.pt")
     return tmp_path / "model.pt", content
@@ -120,31 +120,31 @@ def test_storages_of_a_legacy_file(tmp_path):
 def test_one_descriptor_for_everything(kind, saved):
     """All tensors of a file read from one descriptor, which is closed with the last of them."""
     gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     lazy = open_pytorch(saved[0])
     tensors = list(lazy.values())
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert open_files() == before + 1
     saved[0].unlink()
     assert tensors[1].tolist() == list(range(7))
     del lazy, tensors
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 def test_failing_to_open_closes_the_file(tmp_path):
     """An error at opening leaves no descriptor behind."""
     gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     files.write_zip(tmp_path / "model.pt", b"N")
     for _ in range(5):
         with pytest.raises(ValueError, match="0 are left"):
             open_pytorch(tmp_path / "model.pt")
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 def test_takes_a_file_that_is_open(saved):
-    """Whoever sniffed the file passes it on: it is not looked up by name again."""
+    """A caller that sniffed the file passes it on: it is not looked up by name again."""
     path, content = saved
     file = TensorFile(path)
     path.rename(path.with_name("elsewhere"))
@@ -194,7 +194,7 @@ def test_many_threads(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["zip", "legacy", "tar"])
 def test_little_is_read_and_kept(tmp_path, kind, rchar, rss_anon):
-    """Opening reads the directory and the pickle; a tensor costs its own bytes; nothing is kept."""
+    """Opening reads the directory and the pickle. A tensor costs its own bytes, and no data is kept."""
     content = {f"layers.{index}.weight": torch.zeros(MIB // 4) for index in range(64)}
     KINDS[kind][0](content, tmp_path / "model.pt")
     # Torch imports parts of itself at their first use, which counts as reading.

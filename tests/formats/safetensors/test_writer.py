@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streaming writer: pieces in any order from any thread, complete and once, or there is no file."""
+"""The streaming writer: pieces arrive in any order from any thread, complete and once, or no file is written."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from nvflare_lazy.formats.safetensors import _copy
 from nvflare_lazy.formats.safetensors.writer import WrittenRanges
 from nvflare_lazy.tensors.byte_source import FailedSource, MemorySource
 from nvflare_lazy.tensors.tensor_file import TensorFile, open_source
+from tests.measure import open_files
 
 META = [TensorMeta("w", "F32", [300, 1000]), TensorMeta("b", "I64", [7]), TensorMeta("e", "U8", [0])]
 
@@ -60,7 +61,7 @@ def test_tiles_from_many_threads(tmp_path: Path, max_shard_size: int | None) -> 
 
 @pytest.mark.parametrize("max_shard_size", [None, 8])
 def test_a_commit_returns_open_files_with_their_contents(tmp_path: Path, max_shard_size: int | None) -> None:
-    """What the writer says of a file is what a reader finds in it, and a replaced file stays readable."""
+    """The layout that the writer reports is the layout that a reader finds, and a replaced file stays readable."""
     meta = [TensorMeta("a", "U8", [6]), TensorMeta("b", "F32", [1])]
     with StreamingWriter(tmp_path / "m", meta, max_shard_size=max_shard_size) as writer:
         writer.write("a", 0, b"abcdef")
@@ -76,7 +77,7 @@ def test_a_commit_returns_open_files_with_their_contents(tmp_path: Path, max_sha
 
 
 def test_nothing_is_seen_before_the_end(tmp_path: Path) -> None:
-    """Until the commit there is no file of any name; after it there is one."""
+    """Before the commit no file exists under any name; after it one does."""
     with StreamingWriter(tmp_path / "m", [TensorMeta("a", "U8", [3])]) as writer:
         writer.write("a", 1, b"bc")
         writer.write("a", 0, b"a")
@@ -108,7 +109,7 @@ def test_nothing_is_seen_before_the_end(tmp_path: Path) -> None:
     ],
 )
 def test_incomplete_and_surplus(tmp_path: Path, write, error, message) -> None:
-    """Whatever is missing, twice or too much is named, and what was at the path stays."""
+    """The error names each missing, duplicate or surplus range, and the previous file stays."""
     (tmp_path / "m").write_bytes(b"old")
     writer = StreamingWriter(tmp_path / "m", [TensorMeta("a", "U8", [4])])
     with pytest.raises(error, match=message), writer:
@@ -129,7 +130,7 @@ def test_offsets_are_not_negative(tmp_path: Path, offset: int) -> None:
 
 
 def test_a_mistake_in_a_thread_is_not_forgotten(tmp_path: Path) -> None:
-    """A tile that was written twice stops the commit, even if nobody looked at the thread that did it."""
+    """A tile that was written twice stops the commit, even if the error in the writing thread was ignored."""
     writer = StreamingWriter(tmp_path / "m", [TensorMeta("a", "U8", [4])])
     writer.write("a", 0, b"1234")
 
@@ -146,7 +147,7 @@ def test_a_mistake_in_a_thread_is_not_forgotten(tmp_path: Path) -> None:
 
 
 def test_writes_after_the_end(tmp_path: Path) -> None:
-    """A late tile meets an error of ours, and never another file that got the same descriptor."""
+    """A late tile raises an error of this package, and is never written to another file with the same descriptor."""
     writer = StreamingWriter(tmp_path / "m", [TensorMeta("a", "U8", [4])])
     writer.abort()
     writer.abort()
@@ -188,17 +189,17 @@ def test_abort_while_threads_write(tmp_path: Path) -> None:
 
 def test_dropped_without_an_end(tmp_path: Path) -> None:
     """A writer that is forgotten leaves nothing."""
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     writer = StreamingWriter(tmp_path / "m", [TensorMeta("a", "U8", [4])])
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert open_files() == before + 1
     del writer
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
     assert files(tmp_path) == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=12))
 def test_written_ranges(pairs: list[tuple[int, int]]) -> None:
-    """What was written is known exactly: the first gap, and whether a range is new."""
+    """The writer records exactly the written ranges: the first gap, and whether a range is new."""
     ranges, there = WrittenRanges(12), set()
     for one, other in pairs:
         begin, end = sorted((one, other))
@@ -221,7 +222,7 @@ def test_written_ranges(pairs: list[tuple[int, int]]) -> None:
 
 
 class Server:
-    """Stands in for a file system whose server copies, with any mood."""
+    """Replacement for a file system whose server copies, in full, in part or not at all."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, mood: str) -> None:
         self.copied = 0
@@ -244,7 +245,7 @@ class Server:
 
 @pytest.mark.parametrize("mood", ["short copies", "nothing", "halfway", "EXDEV", "EINVAL", "ENOSYS", "EOPNOTSUPP"])
 def test_a_server_copies_what_it_will(tmp_path: Path, monkeypatch, mood: str) -> None:
-    """Whatever the server does not copy, in parts or at all, is copied here; nothing is missing or twice."""
+    """Ranges that the server does not copy, in parts or at all, are copied here; none is missing or written twice."""
     save({"a": torch.randn(1_000_003), "b": torch.randn(5)}, tmp_path / "one")
     server = Server(monkeypatch, mood)
     lazy = nvflare_lazy.open(tmp_path / "one")
