@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
@@ -24,6 +24,7 @@ from nvflare_lazy.aggregation import ParamsType as ParamsKind
 from nvflare_lazy.aggregation.schema import find_mismatch, listed, specs_of
 from nvflare_lazy.errors import ResultMismatchError, UnsupportedDtypeError, UnsupportedTensorError
 from nvflare_lazy.flare.job_context import kind_of_data
+from nvflare_lazy.flare.subtree import Subtree, subtree_of
 from nvflare_lazy.flare.tensor_names import TensorNames, renamed
 from nvflare_lazy.flare.weights import holds_arrays, is_array, is_lazy, is_weight
 from nvflare_lazy.tensors.entry import TensorEntry, TensorSpec, entry_of, geometry_of
@@ -52,6 +53,8 @@ class Expectation:
         by_nvflare: Whether NVFlare's own aggregation computes the mean, in whose models integers become floating-point
             numbers.
         names: Further names that clients use for the tensors of the global model.
+        in_tree: Whether senders may pass on the aggregate of other clients. In a job without a tree, a client that
+            states one would count as many.
     """
 
     reference: Mapping[str, Any] | None = None
@@ -61,6 +64,7 @@ class Expectation:
     ignore_unknown: bool = False
     by_nvflare: bool = False
     names: TensorNames | None = None
+    in_tree: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ class AcceptedResult:
         numpy: Whether the client sent arrays.
         on_disk: Whether a tensor is lazy.
         renamed: The names that the client used for tensors that have another name here, or None if they are dropped.
+        subtree: What the sender states about the results below it, if it is a node in the middle of a tree of clients.
     """
 
     client: str
@@ -94,11 +99,27 @@ class AcceptedResult:
     numpy: bool
     on_disk: bool
     renamed: Mapping[str, str | None] = field(default_factory=dict)
+    subtree: Subtree | None = None
 
     @property
     def weight(self) -> float:
         """The weight of the result; 0 steps count as 1, as in NVFlare's FedAvg."""
         return self.steps or 1.0
+
+    @property
+    def count(self) -> int:
+        """The number of results of clients that it consists of."""
+        return 1 if self.subtree is None else self.subtree.results
+
+    def tensors_by_weight(self) -> dict[float, dict[str, TensorEntry]]:
+        """Return the tensors for each weight; only those of a subtree may have several."""
+        own = {} if self.subtree is None else self.subtree.tensor_weights
+        if not own:
+            return {self.weight: self.tensors}
+        found: dict[float, dict[str, TensorEntry]] = {}
+        for name, entry in self.tensors.items():
+            found.setdefault(own.get(name, self.weight), {})[name] = entry
+        return found
 
 
 def accept_result(client: str, stated: FLModel | DXO, expected: Expectation) -> AcceptedResult:
@@ -139,11 +160,16 @@ def _accept(client: str, stated: FLModel | DXO, expected: Expectation) -> Accept
         raise ResultMismatchError(odd_kind(client, kind, f"params_type is {expected.kind}"))
     everything = _plain_dict(params, f"the result of {who}", any_names=expected.ignore_unknown)
     excluded = _excluded(everything, expected.exclude)
+    subtree = subtree_of(meta, who, everything, MAX_STEPS)
+    if subtree is not None and not expected.in_tree:
+        raise ResultMismatchError(f"{who} states that its result is the aggregate of a subtree; this job has no tree")
     values = {name: value for name, value in everything.items() if name not in excluded}
     if expected.names is not None:
         _check_received(values, f"the result of {who}")
     values, names = _under_stored_names(values, expected.reference, expected.names)
     if names:
+        if subtree is not None:
+            subtree = replace(subtree, tensor_weights=renamed(subtree.tensor_weights, names))
         # Under a name of the global model, another tensor may be excluded.
         excluded |= (again := _excluded(values, expected.exclude))
         values = {name: value for name, value in values.items() if name not in again}
@@ -176,6 +202,7 @@ def _accept(client: str, stated: FLModel | DXO, expected: Expectation) -> Accept
         numpy=any(map(is_array, values.values())),
         on_disk=any(map(is_lazy, values.values())),
         renamed=names,
+        subtree=subtree,
     )
 
 
@@ -282,7 +309,7 @@ def _check_received(values: Mapping[str, Any], what: str) -> None:
 def _under_stored_names(
     values: dict[str, Any], model: Mapping[str, Any] | None, names: TensorNames | None
 ) -> tuple[dict[str, Any], Mapping[str, str | None]]:
-    """Return values under names of the global model where they match, and what has changed."""
+    """Return values under names of the global model where they match, and the metadata of the changes."""
     if names is None or model is None:
         return values, {}
     changed = names.stored(values, model)
@@ -390,6 +417,21 @@ def majority_kind(kinds: Iterable[ParamsKind], previous: ParamsKind | None) -> P
     return "FULL" if votes["FULL"] > votes["DIFF"] else "DIFF"
 
 
+@dataclass(frozen=True)
+class Contribution:
+    """Tensors of a result that have the same weight.
+
+    Attributes:
+        result: The name of the result in its round.
+        weight: The weight.
+        tensors: The tensors.
+    """
+
+    result: str
+    weight: float
+    tensors: dict[str, TensorEntry]
+
+
 @dataclass
 class RoundResults:
     """The accepted results of a round, until they are aggregated. Factors multiply the weights of some clients."""
@@ -399,17 +441,34 @@ class RoundResults:
     _messages: list[dict[Any, Any]] = field(default_factory=list)
 
     def add(self, result: AcceptedResult, message: object) -> None:
-        """Add a result; the dictionary that it came in is emptied when the round ends."""
-        self.results[result.client] = result
+        """Add a result, or one more part of a subtree; the dictionary with it is emptied when the round ends."""
+        name, part = result.client, 1
+        while name in self.results:
+            part += 1
+            name = f"{result.client} (part {part})"
+        self.results[name] = result
         if isinstance(message, dict):
             self._messages.append(message)
 
     @property
     def weights(self) -> dict[str, float]:
         """The weight of each client."""
-        return {
-            client: self.aggregation_weights.get(client, 1.0) * result.weight for client, result in self.results.items()
-        }
+        return {name: self._factor(result) * result.weight for name, result in self.results.items()}
+
+    def _factor(self, result: AcceptedResult) -> float:
+        return self.aggregation_weights.get(result.client, 1.0)
+
+    def contributions(self) -> dict[str, Contribution]:
+        """Return what the engine combines: each result once for each weight that its tensors have."""
+        found = {}
+        for name, result in self.results.items():
+            factor = self._factor(result)
+            for number, (weight, tensors) in enumerate(result.tensors_by_weight().items()):
+                label = f"{name} (weight {weight:g})" if number else name
+                while label in found or (number and label in self.results):
+                    label += "'"
+                found[label] = Contribution(name, factor * weight, tensors)
+        return found
 
     @property
     def tensors(self) -> dict[str, dict[str, TensorEntry]]:
@@ -429,7 +488,7 @@ class RoundResults:
     def mean_metrics(self, clients: Iterable[str]) -> dict[str, float] | None:
         """Return the weighted mean of the metrics of these clients, each over the clients that report it.
 
-        If one client has no metrics at all, there is no mean, as in NVFlare's FedAvg.
+        If one client has no metrics at all, no mean is computed, as in NVFlare's FedAvg.
         """
         weights = self.weights
         reported: dict[str, list[tuple[float, float]]] = {}

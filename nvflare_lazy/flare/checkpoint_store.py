@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CheckpointStore`: a job's checkpoints on disk: the global model, the best model and those of the last rounds.
+"""`CheckpointStore`: a job's checkpoints on disk: the global model, the best model and the last rounds.
 
 The persistor saves the output of aggregation here. Files that hold exactly the model get another name instead of a
 copy. The record of the last round is replaced last and atomically, so a job that is killed at any moment finds the
@@ -50,9 +50,9 @@ class Checkpoint:
     """A complete round.
 
     Attributes:
-        round: Its number, or None for a model saved outside of rounds.
-        path: The directory of the global model after it.
-        meta: What NVFlare keeps with the model, as far as JSON can hold it.
+        round: Number of the round, or None for a model saved outside rounds.
+        path: Directory of the global model after the round.
+        meta: NVFlare's metadata of the model, as far as JSON can represent it.
     """
 
     round: int | None
@@ -135,7 +135,7 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
 
     def begin_with(self, initial: ModelDirectory) -> None:
-        """Let this directory, `best` and those of rounds be Hugging Face directories, like the initial one.
+        """Let this directory, `best` and the directories of rounds be Hugging Face directories, like the initial one.
 
         Raises:
             JobCheckpointError: It is this directory, whose weights would be replaced.
@@ -257,16 +257,16 @@ class CheckpointStore:
         # Aggregation does not wait for the disk; a checkpoint does.
         if not (files and self._can_link(files) and link_checkpoint(files, path)):
             saved = open_checkpoint(self._copy(weights, path))
-            files = sorted(saved.files(), key=lambda file: file.path)
+            files = saved.local_files()
         return files
 
     def _copy(self, weights: Mapping[str, Any], path: Path) -> Path:
         """Save a model with the metadata of the files that aggregation has written for it: where the model is from."""
         values = (value for value in weights.values() if isinstance(value, (LazyTensor, LazyArray)))
-        files = {file for value in values if (file := value.source.file()) is not None}
+        files = {file for value in values if isinstance(file := value.source.file(), TensorFile)}
         own = sorted(filter(self._is_own, files), key=lambda file: file.path)
         metadata = {key: text for file in own for key, text in read_header(file).metadata.items()}
-        return save(weights, path, max_shard_size=self.max_shard_size, metadata=metadata)
+        return Path(save(weights, path, max_shard_size=self.max_shard_size, metadata=metadata))
 
     def _is_own(self, file: TensorFile) -> bool:
         return Path(os.path.realpath(file.path)).is_relative_to(os.path.realpath(self.directory))

@@ -26,6 +26,7 @@ from nvflare_lazy.formats.hugging_face.tied import tied_names
 from nvflare_lazy.formats.lazy_tensor_dict import LazyTensorDict
 from nvflare_lazy.formats.open_checkpoint import open_model
 from nvflare_lazy.formats.save_checkpoint import save
+from nvflare_lazy.remote.url import display
 
 logger = get_logger(__name__)
 
@@ -35,8 +36,8 @@ _STDERR_TAIL = 4000
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def from_checkpoint(path: Path) -> LazyTensorDict:
-    """Open a checkpoint: safetensors, sharded, PyTorch, including the files of NVFlare's persistor, or Hugging Face's.
+def from_checkpoint(path: Path | str) -> LazyTensorDict:
+    """Open a checkpoint: safetensors, sharded, PyTorch, including files from NVFlare's persistor, or Hugging Face's.
 
     Of tied tensors in a Hugging Face directory, one remains.
 
@@ -53,8 +54,8 @@ def from_checkpoint(path: Path) -> LazyTensorDict:
         return open_model(path)
     except (OSError, NVFlareLazyError) as error:
         raise InitialModelError(
-            f"cannot open the initial checkpoint {path}: {error}. "
-            "source_ckpt_file_full_name must be a readable checkpoint on the server"
+            f"cannot open the initial checkpoint {display(str(path))}: {error}. "
+            "source_ckpt_file_full_name must be a checkpoint that the server can read, by path or URL"
         ) from error
 
 

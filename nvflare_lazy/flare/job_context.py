@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvflare.apis.client import Client
 from nvflare.apis.dxo import DataKind
-from nvflare.apis.fl_constant import FLContextKey, ProcessType, ServerCommandKey
+from nvflare.apis.fl_constant import FLContextKey, ProcessType, ReservedKey, ServerCommandKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.model import ModelLearnableKey
@@ -20,6 +20,8 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.ccwf.swarm_client_ctl import SwarmClientController
 from nvflare.app_common.workflows.fedavg import FedAvg
 from nvflare.app_common.workflows.scaffold import Scaffold
+from nvflare.edge.controllers.sage import ScatterAndGatherForEdge
+from nvflare.edge.executors.hug import HierarchicalUpdateGatherer
 
 from nvflare_lazy.flare.weights import is_weight
 from nvflare_lazy.transport import offload
@@ -92,8 +94,7 @@ def wants_values_in_memory(fl_ctx: FLContext) -> bool:
     runner = fl_ctx.get_prop(FLContextKey.RUNNER)
     engine = fl_ctx.get_engine()
     components: dict[str, Any] = getattr(engine, "get_all_components", dict)()
-    executors = getattr(getattr(runner, "task_router", None), "task_table", {})
-    users = [*components.values(), *executors.values()]
+    users = [*components.values(), *_executors(runner)]
     filters = [getattr(runner, name, None) for name in ("task_data_filters", "task_result_filters")]
     scope = fl_ctx.get_prop(FLContextKey.SCOPE_OBJECT)
     for name in ("task_data_filters", "task_result_filters"):
@@ -105,9 +106,9 @@ def wants_values_in_memory(fl_ctx: FLContext) -> bool:
 
 
 def global_weights(fl_ctx: FLContext | None) -> Mapping[str, Any] | None:
-    """Return the global model that the controller sent, or None if there is none.
+    """Return the global model that the controller sent, or None without one.
 
-    The first one of NVFlare's recipes for scikit-learn has settings instead of tensors.
+    The first one in NVFlare's recipes for scikit-learn has settings instead of tensors.
     """
     learnable = fl_ctx.get_prop(AppConstants.GLOBAL_MODEL) if fl_ctx else None
     weights = learnable.get(ModelLearnableKey.WEIGHTS) if isinstance(learnable, Mapping) else None
@@ -125,7 +126,7 @@ def keep_global_weights(fl_ctx: FLContext) -> None:
 
 
 def sender_of(fl_ctx: FLContext) -> str | None:
-    """Return the name of the process whose message NVFlare is processing, or None if there is none.
+    """Return the name of the process whose message NVFlare is processing, or None without a message.
 
     For a client's result, this is the client whose token NVFlare has verified. The identity in the peer's context is
     only what the sender claims: it could be the name of another client, whose result would then be a second one.
@@ -200,8 +201,31 @@ def controller_of(fl_ctx: FLContext) -> Any:
     runner = fl_ctx.get_prop(FLContextKey.RUNNER)
     if fl_ctx.get_process_type() != ProcessType.CLIENT_JOB:
         return getattr(getattr(runner, "current_wf", None), "controller", None)
-    executors = getattr(getattr(runner, "task_router", None), "task_table", {}).values()
-    return next((executor for executor in executors if isinstance(executor, SwarmClientController)), None)
+    return next((executor for executor in _executors(runner) if isinstance(executor, SwarmClientController)), None)
+
+
+def is_middle_of_tree(fl_ctx: FLContext | None) -> bool:
+    """Whether this client gathers the results of other clients and passes their aggregate upward."""
+    if fl_ctx is None or fl_ctx.get_process_type() != ProcessType.CLIENT_JOB or fl_ctx.get_prop(ReservedKey.IS_LEAF):
+        return False
+    return any(
+        isinstance(found, HierarchicalUpdateGatherer) for found in _executors(fl_ctx.get_prop(FLContextKey.RUNNER))
+    )
+
+
+def is_top_of_tree(fl_ctx: FLContext) -> bool:
+    """Whether this server gets the aggregates of subtrees."""
+    return isinstance(controller_of(fl_ctx), ScatterAndGatherForEdge)
+
+
+def is_in_tree(fl_ctx: FLContext | None) -> bool:
+    """Whether this server or client may get the aggregates of subtrees."""
+    return fl_ctx is not None and (is_top_of_tree(fl_ctx) or is_middle_of_tree(fl_ctx))
+
+
+def _executors(runner: Any) -> Iterable[Any]:
+    found: Iterable[Any] = getattr(getattr(runner, "task_router", None), "task_table", {}).values()
+    return found
 
 
 def _of_single_dxo(setting: Any) -> Any:

@@ -26,6 +26,7 @@ from nvflare_lazy.flare.accepted_result import Expectation, accept_result, descr
 from nvflare_lazy.flare.tensor_names import TensorNames, renamed
 from nvflare_lazy.flare.weights import as_weights, entries_of, holds_arrays, is_weight
 from nvflare_lazy.formats import open_safetensors, save
+from nvflare_lazy.tensors.tensor_file import TensorFile
 from nvflare_lazy.transport.registration import register
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _MAX_NAME = 200
 
 @logs_printably
 class LazyCrossSiteEval(CrossSiteModelEval):
-    """Accepts the arguments of NVFlare's `CrossSiteModelEval`.
+    """Accepts the arguments from `CrossSiteModelEval` in NVFlare.
 
     Example:
         >>> {"id": "cross_site_eval", "path": "nvflare_lazy.flare.LazyCrossSiteEval",
@@ -103,7 +104,7 @@ class LazyCrossSiteEval(CrossSiteModelEval):
         path = os.path.join(save_dir, name + _SUFFIX)
         numpy = holds_arrays(dxo.data)
         entries = entries_of(dxo.data)
-        if self._is_locating and all(entry.source.file() for entry in entries.values()):
+        if self._is_locating and all(isinstance(entry.source.file(), TensorFile) for entry in entries.values()):
             self._on_disk[name] = entries
         else:
             save({key: entry.lazy() for key, entry in entries.items()}, path)

@@ -40,6 +40,7 @@ from nvflare_lazy.formats import open as open_checkpoint
 from nvflare_lazy.formats.hugging_face import ModelDirectory
 from nvflare_lazy.formats.hugging_face.model_names import ModelNames, model_names
 from nvflare_lazy.records import FILE_NAME
+from nvflare_lazy.remote.url import basename, display, is_url
 from nvflare_lazy.transport.registration import register
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class LazyModelPersistor(ModelPersistor):
     and stores them once. `from_pretrained` loads its checkpoint directory, and the directories of the best model and of
     rounds in it.
 
-    At the end of the job, its run directory has each model once, also with `checkpoint_dir`, and the file
+    At the end of the job, its run directory has each model once, even with `checkpoint_dir`, and the file
     `artifact_manifest.json`, by which `nvflare job download --format json` finds the global model.
 
     | `model`                                                           | is instantiated                        |
@@ -73,19 +74,19 @@ class LazyModelPersistor(ModelPersistor):
 
     Args:
         model: The model, in one of these forms.
-        exclude_vars: Regular expression; parameters whose name it is found in are left out of the job. The
-            checkpoints of a job that started from a Hugging Face directory have their initial values.
+        exclude_vars: Regular expression; parameters whose names match it are excluded from the job. The checkpoints of
+            a job that started from a Hugging Face directory have their initial values.
         global_model_file_name: File of the last global model. In a job that starts from a Hugging Face directory, the
             file has the name that `from_pretrained` expects.
         best_global_model_file_name: File of the best one; in such a job, it is in the directory `best`.
-        source_ckpt_file_full_name: A checkpoint to begin with, of any readable kind, or a Hugging Face directory; a
-            relative path is looked for in the app's `custom` folder.
+        source_ckpt_file_full_name: Initial checkpoint of any readable kind, or a Hugging Face directory; a relative
+            path is searched in the app's `custom` folder.
         filter_id: A `PersistorFilter` component.
         allow_numpy_conversion: Whether the job exchanges NumPy arrays, as with NVFlare's persistor; False for PyTorch
             tensors.
-        checkpoint_dir: Where the files go. Outside of the job's workspace they outlive it, and a job that is started
-            again goes on from them; without it they are in the app's folder, as NVFlare's are.
-        keep_rounds: How many rounds to keep, besides the best model. Default: 2 in `checkpoint_dir`, otherwise 1.
+        checkpoint_dir: Directory of the checkpoints. Outside the job's workspace, they outlive the job, and a
+            restarted job resumes from them. Default: the app's folder, as for NVFlare's checkpoints.
+        keep_rounds: Number of rounds to keep, plus the best model. Default: 2 in `checkpoint_dir`, otherwise 1.
         save_pytorch: Whether the run directory has the last and the best model as PyTorch files in NVFlare's layout at
             the end, for tools that expect those, instead of safetensors files. A Hugging Face directory stays.
         max_shard_size: Split larger checkpoints, for example "5GB". Default: as the initial Hugging Face directory is
@@ -120,7 +121,7 @@ class LazyModelPersistor(ModelPersistor):
         if keep_rounds is None:
             keep_rounds = 1 if checkpoint_dir is None else 2
         if keep_rounds < 1:
-            raise ValueError(f"keep_rounds={keep_rounds}: at least the last round has to be kept")
+            raise ValueError(f"keep_rounds must be >= 1, got {keep_rounds}")
         if checkpoint_dir is not None and not Path(checkpoint_dir).is_absolute():
             raise ValueError(f"checkpoint_dir {checkpoint_dir!r} must be an absolute path on the server")
         if max_shard_size is not None:
@@ -144,7 +145,7 @@ class LazyModelPersistor(ModelPersistor):
         self._meta: Mapping[str, Any] = {}
         #: The names that clients use for tensors, if the job started from a Hugging Face directory.
         self.names: TensorNames | None = None
-        # The tensors of that directory that `exclude_vars` leaves out of the job, but not of its checkpoints.
+        # The tensors of that directory that `exclude_vars` excludes from the job, but not from its checkpoints.
         self._left_out: dict[str, Any] = {}
         register()
 
@@ -161,7 +162,7 @@ class LazyModelPersistor(ModelPersistor):
     def base(self) -> str | None:
         """The checkpoint or the class that the job configures as its initial model."""
         if self.source_ckpt_file_full_name is not None:
-            return self.source_ckpt_file_full_name
+            return display(self.source_ckpt_file_full_name)
         return str(self.model["path"]) if isinstance(self.model, dict) and "path" in self.model else None
 
     def use_client_names(self, task: object) -> None:
@@ -206,7 +207,7 @@ class LazyModelPersistor(ModelPersistor):
             self._warn_of_settings(len(included) < len(tensors), fl_ctx)
             weights = as_weights(included, numpy=self.allow_numpy_conversion)
         except (NVFlareLazyError, OSError) as error:
-            self.log_error(fl_ctx, f"cannot load the initial model: {error}")
+            self.log_error(fl_ctx, f"Cannot load the initial model: {error}")
             self.system_panic(reason=f"cannot load the initial model: {error}", fl_ctx=fl_ctx)
             return None
         self._current, self._workflow_ctx = dict(weights), fl_ctx
@@ -224,13 +225,15 @@ class LazyModelPersistor(ModelPersistor):
         log = job_context.round_log_of(fl_ctx)
         if log is not None:
             log.on_saved(path)
-        self.log_info(fl_ctx, f"saved the global model of round {round_number} as {path}", fire_event=False)
+        self.log_info(fl_ctx, f"Saved the global model of round {round_number} as {path}", fire_event=False)
 
     def get_model_inventory(self, fl_ctx: FLContext) -> dict[str, ModelDescriptor]:
         """Return the models that can be evaluated, by name."""
-        paths = self.store.models()
+        paths: dict[str, Path | str] = {**self.store.models()}
         source = self._source(fl_ctx)
-        if source is not None and source.exists():
+        if isinstance(source, str):
+            paths = {basename(source): source, **paths}
+        elif source is not None and source.exists():
             paths = {source.name: source, **paths}
         return {
             name: ModelDescriptor(
@@ -247,7 +250,7 @@ class LazyModelPersistor(ModelPersistor):
         found = self.get_model_inventory(fl_ctx).get(model_file)
         if found is None:
             return None
-        tensors = initial_model.from_checkpoint(Path(found.location))
+        tensors = initial_model.from_checkpoint(found.location)
         return make_model_learnable(as_weights(self._included(tensors), numpy=self.allow_numpy_conversion), {})
 
     # ---- how -----------------------------------------------------------------------------------------------------
@@ -281,11 +284,11 @@ class LazyModelPersistor(ModelPersistor):
                     f"{error}; restore the file from a backup, or remove {self.store.directory} to start over"
                 ) from error
             self.resumed, self._meta = last, last.meta
-            self.log_info(fl_ctx, f"resuming from {last.path}, after round {last.round}", fire_event=False)
+            self.log_info(fl_ctx, f"Resuming from {last.path}, after round {last.round}", fire_event=False)
             return tensors
         source = self._source(fl_ctx)
         if source is not None:
-            self.log_info(fl_ctx, f"starting with the checkpoint {source}", fire_event=False)
+            self.log_info(fl_ctx, f"Starting from the checkpoint {display(str(source))}", fire_event=False)
             return initial_model.from_checkpoint(source)
         return self._from_model(fl_ctx)
 
@@ -296,7 +299,7 @@ class LazyModelPersistor(ModelPersistor):
             log.writer.keep_copy(self.store.directory / FILE_NAME, continues=self.resumed is not None)
 
     def _complete_checkpoints(self, tensors: LazyTensorDict, fl_ctx: FLContext) -> None:
-        """Use the Hugging Face directory that the job began with, or its copy if a resumed job does not find it."""
+        """Use the initial Hugging Face directory of the job, or its copy if a resumed job does not find it."""
         paths = [path for path in (self._source(fl_ctx), self.resumed and self.store.directory) if path]
         found = next(filter(None, map(ModelDirectory.find, paths)), None)
         if found is None:
@@ -335,15 +338,17 @@ class LazyModelPersistor(ModelPersistor):
         if isinstance(model, dict):
             path = model.get("path") or model.get("class_path")
             if not path:
-                raise InitialModelError(f"the model {model!r} has no 'path': name its class there")
+                raise InitialModelError(f"the model {model!r} has no 'path'; set it to the path of the class")
             return initial_model.from_class(path, model.get("args") or {}, self.store.incoming)
         if isinstance(model, torch.nn.Module):
             return initial_model.from_module(model, self.store.incoming)
         raise InitialModelError(f"no initial model: model is {self.model!r}, and source_ckpt_file_full_name is not set")
 
-    def _source(self, fl_ctx: FLContext) -> Path | None:
+    def _source(self, fl_ctx: FLContext) -> Path | str | None:
         if not self.source_ckpt_file_full_name:
             return None
+        if is_url(self.source_ckpt_file_full_name):
+            return self.source_ckpt_file_full_name
         return Path(
             fl_ctx.get_prop(FLContextKey.APP_ROOT),
             WorkspaceConstants.CUSTOM_FOLDER_NAME,
@@ -357,7 +362,7 @@ class LazyModelPersistor(ModelPersistor):
     def _merged(self, ml: ModelLearnable) -> dict[str, Any]:
         wrong = validate_model_learnable(ml)
         if wrong:
-            raise JobCheckpointError(f"the global model cannot be saved: {wrong}")
+            raise JobCheckpointError(f"cannot save the global model: {wrong}")
         weights = ml[ModelLearnableKey.WEIGHTS]
         if self.names is not None:
             # An aggregator that does not use acceptance keeps the names of clients.
@@ -365,7 +370,7 @@ class LazyModelPersistor(ModelPersistor):
         if self._current:
             wrong = _find_mismatch(weights, self._current)
             if wrong:
-                raise JobCheckpointError(f"the global model cannot be saved: {wrong}")
+                raise JobCheckpointError(f"cannot save the global model: {wrong}")
         self._meta = ml.get(ModelLearnableKey.META) or {}
         # Tensors that were not learned keep the value they had.
         self._current = {**self._current, **weights} if len(weights) < len(self._current) else dict(weights)
@@ -377,7 +382,7 @@ class LazyModelPersistor(ModelPersistor):
         ml = fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)
         weights = self._merged(ml) if ml else self._current
         path = self.store.save_best({**self._left_out, **weights})
-        self.log_info(fl_ctx, f"saved the best global model so far as {path}", fire_event=False)
+        self.log_info(fl_ctx, f"Saved the best global model so far as {path}", fire_event=False)
 
     def _leave_models(self, fl_ctx: FLContext) -> None:
         app = Path(fl_ctx.get_prop(FLContextKey.APP_ROOT))

@@ -43,7 +43,7 @@ class ModelOutput:
 
     @classmethod
     def of(cls, fl_ctx: FLContext | None, like: Mapping[str, Any]) -> ModelOutput:
-        """Return an output beside the job's checkpoints, or in scratch if they are not ours.
+        """Return an output in the directory of the job's checkpoints, or in scratch if they are not ours.
 
         Scratch reserves the bytes of a model like `like`.
         """
@@ -66,7 +66,7 @@ class ModelOutput:
         if isinstance(self._owner, DownloadScratch):
             # It was not written through scratch, which therefore has not counted it yet.
             self._owner.adopt(self.path.name)
-        for file in model.files():
+        for file in model.local_files():
             file.shareable = True
         model.own(self._owner)
         return model

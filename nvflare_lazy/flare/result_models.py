@@ -83,7 +83,7 @@ def leave_models(store: CheckpointStore, app: Path, *, save_pytorch: bool, meta:
 def _identity(tensors: LazyTensorDict) -> frozenset[tuple[int, int]]:
     """Return the identity of a model's files, which is the same for all their names."""
     found = set()
-    for file in tensors.files():
+    for file in tensors.local_files():
         with file.descriptor() as fd:
             status = os.fstat(fd)
         found.add((status.st_dev, status.st_ino))
@@ -95,7 +95,7 @@ def _bring(store: CheckpointStore, tensors: LazyTensorDict, app: Path, name: str
     target = app / (store.model_path if name == _GLOBAL else store.best_path).relative_to(store.directory)
     target.parent.mkdir(exist_ok=True)
     store.copy_companions(target.parent)
-    if not link_checkpoint(sorted(tensors.files(), key=lambda file: file.path), target, fsync=False):
+    if not link_checkpoint(tensors.local_files(), target, fsync=False):
         free = shutil.disk_usage(app).free
         if free < tensors.nbytes:
             raise DiskFullError(f"{app} has {format_size(free)} free, a copy takes {format_size(tensors.nbytes)}")

@@ -44,7 +44,7 @@ class RoundLog:
     """Collects the events of a round, and logs them line by line and as records in a file, if there is one.
 
     `on_round_end` gets the record of each round, to send its metrics. `explain` returns the end of a reason if a client
-    failed: its last error, or which of its logs to read.
+    failed: its last error, or which of its logs to read. `warn` logs that records cannot be written. Default: `log`.
     """
 
     def __init__(
@@ -53,8 +53,10 @@ class RoundLog:
         log: Callable[[str], None],
         on_round_end: Callable[[RoundRecord], None] | None = None,
         explain: Callable[[str], str] = lambda client: "",
+        *,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
-        self.writer = None if path is None else RecordWriter(path, log)
+        self.writer = None if path is None else RecordWriter(path, warn or log)
         self._explain = explain
         self._log = log
         self._on_round_end = on_round_end
@@ -122,7 +124,7 @@ class RoundLog:
             self._lost.add(client)
 
     def on_transfer(self, transfer: TransferRecord) -> None:
-        """Keep what is known about a transfer until the result of its client is recorded."""
+        """Keep the record of a transfer until the result of its client is recorded."""
         with self._lock:
             for key in ((transfer.direction, part) for part in transfer.peer.split(".")):
                 if key in self._transfers or len(self._transfers) < _MAX_TRANSFERS:
@@ -130,7 +132,7 @@ class RoundLog:
                     self._transfers[key] = seconds + transfer.seconds, ways | {transfer.way}
 
     def _take_transfers(self, direction: str, client: str) -> tuple[float | None, str | None]:
-        """Return the duration and the way of what a client has sent or received, or None if that is unknown."""
+        """Return the duration and the way of a client's transfer, or None if it is unknown."""
         found = self._transfers.pop((direction, client), None)
         return (None, None) if found is None else (round(found[0], 3), " and ".join(sorted(filter(None, found[1]))))
 
@@ -209,7 +211,7 @@ class RoundLog:
         self._aggregation = progress
 
     def running(self) -> RunningRound | None:
-        """Return the state of the running round, or None if there is none."""
+        """Return the state of the running round, or None between rounds."""
         with self._lock:
             if self._record is None:
                 return None
@@ -304,7 +306,7 @@ class RoundLog:
         return reason if reason is None or client not in self._failed else reason + self._explain(client)
 
     def _reasons_of(self, record: RoundRecord, answered: set[str]) -> dict[str, str]:
-        """Return why results of clients are not used: those of the round, and those that still had another task."""
+        """Return why results of clients are not used, in this round or for clients that still had another task."""
         reasons = {client: self._reason(client) or "" for client in self._reasons}
         for client, number in self._unanswered.items():
             if client in answered or client in self._accepted or client in reasons:
@@ -321,7 +323,7 @@ class RoundLog:
 
 
 def _worst(results: Mapping[str, ContributionRecord]) -> dict[str, ContributionRecord]:
-    """Return the results by client; of very many, those that are not used and the slowest ones."""
+    """Return the results by client; of very many, only unused ones and the slowest ones."""
     ordered = sorted(results.values(), key=lambda result: (result.reason is None, -(result.seconds or 0.0)))
     return {result.client: result for result in sorted(ordered[:MAX_ENTRIES], key=lambda result: result.client)}
 

@@ -157,6 +157,7 @@ class TensorOffload(FLComponent):
         self._first_kind: ParamsType | None = None
         self._previous_kind: ParamsType | None = None
         self._memory: MallocTrimmer | None = None
+        self._must_unfreeze = False
         # When a result has its tensors as the client sent them.
         self._complete_at = EventType.BEFORE_TASK_RESULT_FILTER
         self._warned_of_memory = False
@@ -251,7 +252,9 @@ class TensorOffload(FLComponent):
         self._mode_before = offload.runtime.use(
             offload.ReceiveMode(self._scratch, self._inflight_bytes, limits, self.handoff)
         )
-        # Garbage collections then leave out the objects of imported modules, which stay until the process ends.
+        # Garbage collections then skip the objects of imported modules, which stay until the process ends. What another
+        # component has frozen stays frozen after the run.
+        self._must_unfreeze = gc.get_freeze_count() == 0
         gc.freeze()
         self._memory = MallocTrimmer(parse_size(self.memory_budget) * (1 if _forwards(fl_ctx) else 3) // 4)
         offload.runtime.on_buffers_released.append(self._memory.trim_excess)
@@ -269,7 +272,9 @@ class TensorOffload(FLComponent):
             is_server=not is_client,
         )
         self._errors = ClientErrors(str(fl_ctx.get_job_id()))
-        self.round_log = RoundLog(_records_path(fl_ctx), self._log_line, metrics.send_round, self._errors.explain)
+        self.round_log = RoundLog(
+            _records_path(fl_ctx), self._log_line, metrics.send_round, self._errors.explain, warn=self.logger.warning
+        )
         self._records = SiteRecords(self.round_log, self._scratch, self._settings(), fl_ctx)
         if not is_client or job_context.controller_of(fl_ctx) is not None:
             self._watch(self.round_log, metrics, is_client=is_client)
@@ -320,7 +325,7 @@ class TensorOffload(FLComponent):
         return {"scratch_dir": scratch, **{name: getattr(self, name) for name in names}}
 
     def _watch(self, log: RoundLog, metrics: RoundMetrics, *, is_client: bool) -> None:
-        """Report the progress of rounds: on a client, of those that it aggregates in swarm learning."""
+        """Report the progress of rounds: on a client, only of rounds that it aggregates in swarm learning."""
 
         def running() -> RunningRound | None:
             found = log.running()
@@ -355,7 +360,7 @@ class TensorOffload(FLComponent):
             self._release(fl_ctx)
 
     def _release(self, fl_ctx: FLContext) -> None:
-        """End the records of this process, and restore what the run has changed in it."""
+        """End the records of this process, and restore its state before the run."""
         if self._recorder is not None:
             self._recorder.stop()
         records, self._records = self._records, None
@@ -370,7 +375,8 @@ class TensorOffload(FLComponent):
             self._restore_root()
         offload.runtime.shared(Hop).enabled = False
         offload.runtime.use(self._mode_before)
-        gc.unfreeze()
+        if self._must_unfreeze:
+            gc.unfreeze()
         if self._memory is not None:
             offload.runtime.on_buffers_released.remove(self._memory.trim_excess)
         scratch.release()
@@ -506,6 +512,7 @@ class TensorOffload(FLComponent):
                 ignore_unknown=not running.by_nvflare,
                 by_nvflare=running.by_nvflare,
                 names=job_context.tensor_names(fl_ctx),
+                in_tree=job_context.is_in_tree(fl_ctx),
             ),
         )
         if running.by_nvflare and is_encrypted(dxo):
@@ -666,13 +673,15 @@ def _make_rounds_plain(result: Shareable) -> None:
 
 
 def _write_back(dxo: DXO, result: AcceptedResult, reference: Mapping[str, Any]) -> DXO:
-    """Return the result with the accepted values instead of those that the client sent."""
+    """Return the result with the accepted values instead of the received ones."""
     data, meta = dict(dict.items(dxo.data)), dict(dict.items(dxo.meta))
     if result.renamed:
         data = renamed(data, result.renamed)
         if result.controls is not None:
             stated_controls = meta[AlgorithmConstants.SCAFFOLD_CTRL_DIFF]
             meta[AlgorithmConstants.SCAFFOLD_CTRL_DIFF] = renamed(stated_controls, result.renamed)
+        if result.subtree is not None:
+            meta.update(result.subtree.as_meta())
     for name, entry in result.tensors.items():
         right = reference.get(name)
         if right is None:

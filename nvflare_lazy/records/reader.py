@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`read_records()`: the records of one site, of a job that runs, has ended or was killed.
 
-A file may come from another machine: lines are checked one by one, and those that cannot be read are counted.
+A file may be from another machine: lines are checked one by one, and unreadable ones are counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Records:
 
     Attributes:
         path: The file.
-        starts: One record for each start of the job; the last one describes the running or last run.
+        starts: One record for each start of the job; the last one describes the running or last run. A simulator with
+            fewer threads than clients runs each task of a client in a new process, which is no start of the job.
         rounds: The rounds that ended. A round that a resumed job has repeated is the repeated one.
         contributions: The results of the round that has not ended.
         samples: Memory and scratch over time.
@@ -88,7 +89,7 @@ def read_records(path: str | os.PathLike[str]) -> Records:
 
 
 def parse_records(lines: Iterable[bytes], path: Path) -> Records:
-    """Return the records of lines, such as those of a file in an archive; see `read_records`.
+    """Return the records of lines, for example from a file in an archive; see `read_records`.
 
     Args:
         lines: The lines.
@@ -131,7 +132,9 @@ class _Reading:
 
     def add(self, record: Record) -> None:
         records = self.records
-        if isinstance(record, JobRecord):
+        if isinstance(record, JobRecord) and self._is_next_process(record):
+            records.end = None
+        elif isinstance(record, JobRecord):
             records.starts.append(record)
             records.contributions.clear()
             records.end, self._has_numbered_round = None, False
@@ -150,6 +153,16 @@ class _Reading:
                 records.contributions.append(record)
             else:
                 records.tasks.append(record)
+
+    def _is_next_process(self, record: JobRecord) -> bool:
+        """Whether a client continues the run in another process: the one before ended, and not the job."""
+        last, end = self.records.job, self.records.end
+        return (
+            last is not None
+            and end is not None
+            and (end.status, record.role) == ("finished", "client")
+            and (last.job, last.role) == (record.job, record.role)
+        )
 
     def _replace_from(self, number: int | None) -> None:
         """Drop the rounds of earlier runs that the first round of this run and those after it repeat."""

@@ -11,13 +11,13 @@ import torch
 
 
 class Small(torch.nn.Module):
-    """Two tensors; leaves a line with its process id, and whether NVFlare is loaded, in the file `witness`."""
+    """Two tensors; writes to `witness`: its process id, whether NVFlare is loaded, and what waiting threads do."""
 
     def __init__(self, width: int = 2, witness: str | None = None, fail: bool = False) -> None:
         super().__init__()
         if witness:
             with pathlib.Path(witness).open("a") as file:
-                file.write(f"{os.getpid()} {'nvflare' in sys.modules}\n")
+                file.write(f"{os.getpid()} {'nvflare' in sys.modules} {os.environ['OMP_WAIT_POLICY']}\n")
         if fail:
             raise ValueError("no such model today")
         self.layer = torch.nn.Linear(width, 1)

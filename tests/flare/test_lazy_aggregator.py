@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The aggregator beside NVFlare's own aggregation: the same model, metrics and statistics; results whole or not at all.
+"""The same model, metrics and statistics as NVFlare's own aggregation; results are all-or-nothing.
 
 What each rule makes of its inputs is in the tests of aggregation.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -137,7 +138,7 @@ def test_settings_without_effect(aggregator, result, fl_ctx, caplog, arguments, 
 
 @pytest.mark.parametrize("exclude", [None, "^b"])
 def test_statistics_are_where_and_what_nvflare_leaves(aggregator, result, fl_ctx, exclude):
-    """`AGGREGATION_STATS` says what NVFlare's own aggregation says of the same round."""
+    """`AGGREGATION_STATS` equals NVFlare's report of the same round."""
     mine = aggregator(exclude_vars=exclude)
     helper = WeightedAggregationHelper(exclude_vars=exclude)
     for client, tensors in (("site-2", {"a": [1.0, 2.0], "b": [1.0]}), ("site-1", {"a": [3.0, 4.0]})):
@@ -158,7 +159,7 @@ UNFIT = {
 
 @pytest.mark.parametrize(("tensors", "why"), UNFIT.values(), ids=UNFIT.keys())
 def test_a_result_is_taken_whole_or_not_at_all(aggregator, result, caplog, tensors, why):
-    """What is right in a wrong result does not count either, and the log has the client and the reason."""
+    """Correct tensors in an invalid result do not count, and the log has the client and the reason."""
     mine = aggregator()
     mine.accept_model(result("site-1", a=[1.0, 1.0], b=[1.0]))
     with pytest.raises(ResultMismatchError, match=why), caplog.at_level(logging.WARNING):
@@ -191,7 +192,7 @@ def test_what_turns_out_to_be_bad_while_it_is_read_is_left_out(aggregator, resul
 
 
 def test_scratch_of_a_round_goes_when_it_is_aggregated(aggregator, result, scratch):
-    """Although NVFlare still holds the messages the results came in, only what came out of them is left."""
+    """Although NVFlare still holds the messages of the results, only the aggregate is left."""
     mine = aggregator()
     messages = [result(f"site-{n}", a=[float(n)] * 2, b=[float(n)]) for n in range(1, 4)]
     for message in messages:
@@ -208,7 +209,7 @@ def test_scratch_of_a_round_goes_when_it_is_aggregated(aggregator, result, scrat
 
 @pytest.mark.parametrize("arguments", [{}, {"server_optimizer": {"name": "fedadam", "lr": 0.01}}], ids=["mean", "step"])
 def test_what_comes_of_a_round_is_counted_once(aggregator, result, scratch, fl_ctx, arguments):
-    """An aggregate in scratch, and an optimizer's state there, hold what they have on the disk, in every round."""
+    """An aggregate in scratch, and an optimizer's state there, reserve their size on the disk, in every round."""
     mine = aggregator(**arguments)
     for _ in range(4):
         mine.accept_model(result("site-1", a=[1.0, 2.0], b=[3.0]))
@@ -234,7 +235,7 @@ def test_differences_become_the_whole_model(aggregator, result, fl_ctx):
 
 
 def test_arrays_come_out_as_arrays(aggregator, fl_ctx):
-    """What is exchanged as NumPy arrays goes on as lazy arrays."""
+    """Arrays exchanged as NumPy arrays continue as lazy arrays."""
     mine = aggregator()
     for site in (1, 3):
         params = {"a": np.full(2, site, np.float32), "b": np.full(1, site, np.float32)}
@@ -246,7 +247,7 @@ def test_arrays_come_out_as_arrays(aggregator, fl_ctx):
 
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_results_in_memory_are_told_once(aggregator, result, caplog, on_disk):
-    """Whoever has forgotten the component that receives on disk reads its name in the log."""
+    """If the component that receives on disk is missing, the log has its name."""
     mine = aggregator()
     for _ in range(2):
         sent = result("site-1", a=[1.0, 2.0], b=[3.0])
@@ -291,7 +292,7 @@ def test_what_is_wrong_in_a_configuration_is_said_at_once(arguments, says):
 
 
 def test_rules_and_server_optimizers_are_named(aggregator, result, fl_ctx):
-    """The rule decides what comes of results, and the optimizer what comes of that."""
+    """The rule combines the results, and the optimizer applies the combination."""
     robust = aggregator(rule="trimmed_mean", rule_args={"num_byzantine": 1})
     for site, value in enumerate([1.0, 2.0, 3.0, 1e9], 1):
         robust.accept_model(result(f"site-{site}", a=[value, value], b=[value]))
@@ -299,6 +300,26 @@ def test_rules_and_server_optimizers_are_named(aggregator, result, fl_ctx):
     slow = aggregator(server_optimizer={"name": "fedavgm", "lr": 0.5, "momentum": 0.0})
     slow.accept_model(result("site-1", a=[1.0, 2.0], b=[3.0]))
     assert values(slow.aggregate_model()) == {"a": [0.5, 1.0], "b": [1.5]}
+
+
+def test_executor(aggregator, result, fl_ctx, scratch):
+    """Workers compute each round, also with differences and a server optimizer; the end of the run stops them."""
+    spec = {"name": "concurrent.futures.ThreadPoolExecutor", "max_workers": 2, "thread_name_prefix": "worker-of-test"}
+    for params_type, expected in (("FULL", 1.0), ("DIFF", 1.0)):
+        on_workers = aggregator(
+            executor=spec, params_type=params_type, server_optimizer={"name": "fedavgm", "lr": 0.5, "momentum": 0.0}
+        )
+        for _ in range(2):
+            for site, value in enumerate([1.0, 3.0], 1):
+                contribution = result(f"site-{site}", a=[value, value], b=[value])
+                contribution.params_type = params_type
+                on_workers.accept_model(contribution)
+            assert values(on_workers.aggregate_model()) == {"a": [expected, expected], "b": [expected]}
+        assert any(thread.name.startswith("worker-of-test") for thread in threading.enumerate())
+        on_workers.handle_event(EventType.END_RUN, fl_ctx)
+        assert not any(thread.name.startswith("worker-of-test") for thread in threading.enumerate())
+    with pytest.raises(ValueError, match="unknown executor 'cluster'"):
+        LazyAggregator(executor="cluster")
 
 
 def test_progress_of_an_aggregation(aggregator, result, fl_ctx):
@@ -324,7 +345,7 @@ def test_progress_of_an_aggregation(aggregator, result, fl_ctx):
 
 @pytest.mark.parametrize("rule", rule_names())
 def test_every_rule_by_its_name(aggregator, result, tmp_path, rule):
-    """What comes of a round is what the engine makes of the same results, to the bit."""
+    """The result of a round equals the result of the engine for the same contributions, to the bit."""
     sent = {f"site-{site}": {"a": torch.randn(2), "b": torch.randn(1)} for site in range(1, 8)}
     needed = {"clipped_mean": {"clip_norm": 1.0}}.get(rule, {})
     mine = aggregator(rule=rule, rule_args=needed)

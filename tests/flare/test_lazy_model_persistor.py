@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The persistor: what a job may begin with, what is saved without a copy, what is kept, and what is found again."""
+"""The persistor: initial models, saves without a copy, kept checkpoints, and the recovery of a model."""
 
 from __future__ import annotations
 
@@ -95,6 +95,22 @@ def test_a_job_begins_with_any_readable_checkpoint(start, fl_ctx, tmp_path, make
     assert files_below(tmp_path / "app") == []
 
 
+def test_initial_model_at_a_url(start, fl_ctx, result, tmp_path):
+    """A job starts from a URL, whose model stays in the inventory; the name of the model in records has no secrets."""
+    url = "memory://persistor/initial.safetensors"
+    nvflare_lazy.save(Small().state_dict(), url)
+    persistor = start(source_ckpt_file_full_name=url)
+    assert values(weights(fl_ctx)) == WEIGHTS
+    assert persistor.base == url
+    round_of(persistor, fl_ctx, result, 0, 0.75)
+    assert nvflare_lazy.open(persistor.store.model_path)["layer.bias"].tolist() == [0.75]
+    assert set(persistor.get_model_inventory(fl_ctx)) >= {"initial.safetensors", MODEL_NAME}
+    initial = persistor.get_model("initial.safetensors", fl_ctx)
+    assert values(initial[ModelLearnableKey.WEIGHTS]) == WEIGHTS
+    secret = LazyModelPersistor(source_ckpt_file_full_name="https://me:pass@host/m.pt?key=1")
+    assert secret.base == "https://host/m.pt"
+
+
 def test_a_relative_name_is_looked_for_where_nvflare_does(start, fl_ctx, tmp_path):
     """In the `custom` folder of the app."""
     (tmp_path / "app" / "custom").mkdir()
@@ -103,12 +119,20 @@ def test_a_relative_name_is_looked_for_where_nvflare_does(start, fl_ctx, tmp_pat
     assert values(weights(fl_ctx)) == WEIGHTS
 
 
-def test_a_model_class_is_instantiated_once_and_elsewhere(start, fl_ctx, tmp_path):
-    """Another process makes it without loading NVFlare, and writes it to a file, which goes with the last tensor."""
+@pytest.mark.parametrize("policy", [None, "ACTIVE"])
+def test_a_model_class_is_instantiated_once_and_elsewhere(start, fl_ctx, tmp_path, monkeypatch, policy):
+    """Another process makes it without loading NVFlare, and writes it to a file, which goes with the last tensor.
+
+    Its OpenMP threads sleep while they wait, unless the environment says otherwise.
+    """
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
     witness = tmp_path / "witness"
     args = {"width": 3, "witness": str(witness)}
     persistor = start(model={"path": NET, "args": args, "config_type": "dict"})
-    pid, has_loaded_nvflare = witness.read_text().split()
+    pid, has_loaded_nvflare, used_policy = witness.read_text().split()
+    assert used_policy == (policy or "PASSIVE")
     assert int(pid) != os.getpid()
     assert has_loaded_nvflare == "False"
     assert weights(fl_ctx)["layer.weight"].tolist() == [[0.5, 0.5, 0.5]]
@@ -119,7 +143,7 @@ def test_a_model_class_is_instantiated_once_and_elsewhere(start, fl_ctx, tmp_pat
 
 
 def test_the_initial_model_leaves_the_disk_after_its_round(scratch, fl_ctx, engine, result, tmp_path):
-    """Although NVFlare's context of the workflow, which lives as long as the job, keeps what it has read."""
+    """Although NVFlare's context of the workflow, which lives as long as the job, keeps the loaded model."""
     manager = FLContextManager(engine, "server", "job", {}, {FLContextKey.APP_ROOT: str(tmp_path / "app")})
     workflow = manager.new_context()
     persistor = LazyModelPersistor(model=Small(), allow_numpy_conversion=False)
@@ -142,7 +166,7 @@ def test_a_model_that_nvflare_made_is_freed(start, fl_ctx, engine, by_id):
 
 
 def test_arrays_for_jobs_that_exchange_arrays(start, fl_ctx, tmp_path):
-    """As NVFlare's persistor does by default; bfloat16, which NumPy has not, becomes float32."""
+    """As NVFlare's persistor does by default; bfloat16, which NumPy lacks, becomes float32."""
     path = nvflare_lazy.save({"w": torch.tensor([1.5], dtype=torch.bfloat16)}, tmp_path / "m.safetensors")
     start(source_ckpt_file_full_name=str(path), allow_numpy_conversion=True)
     (array,) = weights(fl_ctx).values()
@@ -155,7 +179,7 @@ NO_MODEL = {
     "no class": ({"model": {"path": "tests.flare.networks.Large"}}, "Large"),
     "a class that fails": ({"model": {"path": NET, "args": {"fail": True}}}, "no such model today"),
     "not a model": ({"model": {"path": "tests.flare.networks.not_a_model"}}, "not a torch.nn.Module"),
-    "no path": ({"model": {"args": {}}}, "name its class"),
+    "no path": ({"model": {"args": {}}}, "set it to the path"),
     "arguments that are no JSON": ({"model": {"path": NET, "args": {"width": {1}}}}, "save a checkpoint"),
     "no component": ({"model": "nobody"}, "no initial model"),
     "nothing": ({}, "no initial model"),
@@ -222,7 +246,7 @@ def test_an_aggregate_goes_with_its_last_tensor(start, fl_ctx, result, tmp_path,
 
 
 def test_the_best_model_stays_when_the_last_one_goes_on(start, fl_ctx, result, tmp_path):
-    """It is another file from then on."""
+    """Afterwards, it is another file."""
     persistor = start(model=Small())
     round_of(persistor, fl_ctx, result, 0, 1.0)
     persistor.handle_event(AppEventType.GLOBAL_BEST_MODEL_AVAILABLE, fl_ctx)
@@ -233,7 +257,7 @@ def test_the_best_model_stays_when_the_last_one_goes_on(start, fl_ctx, result, t
 
 @pytest.mark.parametrize("keep", [1, 3])
 def test_the_last_rounds_are_kept(start, fl_ctx, result, tmp_path, keep):
-    """As many as asked for, and no file of any other."""
+    """The requested number of checkpoints, and no file of any other."""
     persistor = start(model=Small(), keep_rounds=keep)
     for number in range(5):
         round_of(persistor, fl_ctx, result, number, float(number))
@@ -246,7 +270,7 @@ def test_the_last_rounds_are_kept(start, fl_ctx, result, tmp_path, keep):
 
 
 def test_ordinary_tensors_are_saved_too(start, fl_ctx, tmp_path):
-    """Of an aggregator that makes its own; what it leaves out keeps its value."""
+    """From an aggregator that makes its own model; tensors that it omits keep their values."""
     persistor = start(model=Small())
     persistor.save_model(make_model_learnable({"layer.bias": torch.tensor([7.0])}, {}), fl_ctx)
     found = nvflare_lazy.open(tmp_path / "app" / MODEL_NAME)
@@ -264,11 +288,11 @@ def test_what_is_not_the_model_is_not_saved(start, fl_ctx, result, tmp_path, wro
     assert nvflare_lazy.open(tmp_path / "app" / MODEL_NAME)["layer.bias"].tolist() == [1.0]
 
 
-# ---- going on ------------------------------------------------------------------------------------------------------
+# ---- resuming -------------------------------------------------------------------------------------------------------
 
 
 def test_a_job_goes_on_after_its_last_round(start, fl_ctx, result, tmp_path):
-    """With its model and what NVFlare keeps beside it, whatever else the job would begin with."""
+    """With its model and NVFlare's other data, whatever the initial model of the job would be."""
     kept = str(tmp_path / "kept")
     first = start(model=Small(), checkpoint_dir=kept)
     round_of(first, fl_ctx, result, 3, 1.0)
@@ -280,7 +304,7 @@ def test_a_job_goes_on_after_its_last_round(start, fl_ctx, result, tmp_path):
 
 
 def test_another_job_begins_with_a_checkpoint_that_is_replaced_meanwhile(start, fl_ctx, result, tmp_path):
-    """A running job's last checkpoint: who has opened it goes on reading that one."""
+    """A running job's last checkpoint: a reader that has opened it continues with that file."""
     first = start(model=Small(), checkpoint_dir=str(tmp_path / "first"), keep_rounds=1)
     round_of(first, fl_ctx, result, 0, 1.0)
     source = tmp_path / "first" / MODEL_NAME
@@ -294,7 +318,7 @@ def test_another_job_begins_with_a_checkpoint_that_is_replaced_meanwhile(start, 
 
 
 def test_a_second_job_in_the_directory_is_refused(start, fl_ctx, engine, tmp_path):
-    """At its start, with the first job's id and host; it removes nothing, and the first job goes on."""
+    """At its start, with the first job's id and host; it removes nothing, and the first job continues."""
     kept = tmp_path / "kept"
     fl_ctx.set_prop(ReservedKey.RUN_NUM, "job-1")
     first = start(model=Small(), checkpoint_dir=str(kept))
@@ -348,7 +372,7 @@ DAMAGED_RECORDS = {
 
 @pytest.mark.parametrize("name", DAMAGED_RECORDS)
 def test_a_record_that_cannot_be_understood_is_no_new_beginning(start, engine, tmp_path, name):
-    """The job ends with what to do, and does not begin at zero in silence."""
+    """The job ends with an error that has a remedy, and does not silently start at zero."""
     content, says = DAMAGED_RECORDS[name]
     kept = tmp_path / "kept"
     nvflare_lazy.save(Small().state_dict(), f"{kept}/rounds/round-00000/")
@@ -385,7 +409,7 @@ def test_a_damaged_file_of_the_last_round(start, engine, fl_ctx, result, tmp_pat
 
 
 def test_what_a_killed_process_was_writing_is_removed(start, tmp_path):
-    """Files that were to become checkpoints, when the next one starts."""
+    """Files of unfinished checkpoints, when the next job starts."""
     store = CheckpointStore(tmp_path / "kept", MODEL_NAME, BEST_NAME)
     nvflare_lazy.save({"w": torch.ones(100)}, f"{store.incoming}/half/")
     start(source_ckpt_file_full_name=str(plain_safetensors(tmp_path)), checkpoint_dir=str(tmp_path / "kept"))
@@ -419,7 +443,7 @@ def test_models_for_cross_site_evaluation(start, fl_ctx, result, tmp_path, engin
 
 
 def test_a_locator_without_its_persistor_ends_the_job(fl_ctx, engine):
-    """It says what it found instead."""
+    """The error names the actual type."""
     engine.components["persistor"] = Small()
     LazyModelLocator().handle_event(EventType.START_RUN, fl_ctx)
     (reason,) = engine.panics
@@ -444,7 +468,7 @@ def test_the_pytorch_file_is_one_that_nvflares_persistor_goes_on_from(start, fl_
     [
         ({"global_model_file_name": "model.pt"}, "set save_pytorch"),
         ({"best_global_model_file_name": "../best.safetensors"}, "invalid model file name"),
-        ({"keep_rounds": 0}, "at least the last round"),
+        ({"keep_rounds": 0}, "keep_rounds must be >= 1, got 0"),
         ({"checkpoint_dir": "relative"}, "absolute path"),
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of rounds by itself: what is written down of a round, whatever happens in it and wherever it is written."""
+"""The log of rounds: the records of a round, whatever happens in it and wherever they are written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def lines(path):
 
 
 def test_a_round_in_which_everything_happens(tmp_path):
-    """One is taken, one refused, one left out while it is combined, one never came: each with its first reason."""
+    """One result is used, one refused, one skipped while it is combined, one missing: each with its first reason."""
     said, measured = [], []
     log = RoundLog(tmp_path / "log.jsonl", said.append, measured.append)
     log.start_round(4)
@@ -95,14 +95,15 @@ def test_a_round_is_ended_once(tmp_path):
 
 
 def test_a_job_goes_on_when_records_cannot_be_written(tmp_path):
-    """It says so once, and goes on saying the rest."""
-    said = []
-    log = RoundLog(tmp_path, said.append)
+    """It warns a single time, and the other lines follow."""
+    said, warned = [], []
+    log = RoundLog(tmp_path, said.append, warn=warned.append)
     for number in range(2):
         log.start_round(number)
         log.end_round()
-    assert [line for line in said if "records of this job will be incomplete" in line] == said[:1]
-    assert len(said) == 3
+    [warning] = warned
+    assert "records of this job will be incomplete" in warning
+    assert len(said) == 2
 
 
 def test_a_client_that_does_not_answer(tmp_path):
@@ -139,7 +140,7 @@ def test_a_client_that_does_not_answer(tmp_path):
 
 
 def test_transfers_of_a_client(tmp_path):
-    """Seconds and way of what a client received and sent, also behind a relay; a client without any has none."""
+    """Seconds and transport of a client's payloads, even behind a relay; a client without payloads has no entry."""
     log = RoundLog(tmp_path / "log.jsonl", lambda line: None)
     log.start_round(0)
     sent = [("a.job", 1.0, "in segments"), ("relay.b.job.trainer", 2.0, "by handoff")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offload component by itself: what it is configured with, and how it begins and ends with a run."""
+"""The offload component: its configuration, and its start and end with a run."""
 
 from __future__ import annotations
 
@@ -77,8 +77,22 @@ def test_collections_leave_out_what_was_there_before_the_run(fl_ctx, tmp_path):
     assert gc.get_freeze_count() == 0
 
 
+def test_objects_that_a_user_has_frozen_stay_frozen(fl_ctx, tmp_path):
+    """The end of a run does not undo what a component or script did before it."""
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    try:
+        component = TensorOffload(str(tmp_path / "root"))
+        component.handle_event(EventType.START_RUN, fl_ctx)
+        component.handle_event(EventType.END_RUN, fl_ctx)
+        # Objects that have been deleted since do not count.
+        assert gc.get_freeze_count() > frozen // 2
+    finally:
+        gc.unfreeze()
+
+
 def test_a_script_in_the_same_process_changes_nothing(fl_ctx, tmp_path):
-    """`install()` in a training script leaves the scratch, and what may be under way, as the component has them."""
+    """`install()` in a training script keeps the scratch, and the limit in flight, of the component."""
     component = TensorOffload(str(tmp_path / "root"), memory_budget="64MiB")
     component.handle_event(EventType.START_RUN, fl_ctx)
     scratch = offload.runtime.scratch
@@ -185,7 +199,7 @@ def test_install_survives_a_job(fl_ctx, tmp_path, monkeypatch):
 
 
 def test_jobs_restore_what_they_found(fl_ctx, tmp_path):
-    """A job within a job puts back the outer one's mode, and that the process's, which is to ask NVFlare."""
+    """A job within a job restores the outer mode; the outer one restores the default: to ask NVFlare."""
     before = run(TensorOffload(), EventType.END_WORKFLOW, fl_ctx)
     outer, inner = (TensorOffload(str(tmp_path / name), memory_budget=f"{n}MiB") for n, name in ((64, "a"), (32, "b")))
     outside = run(outer, EventType.START_RUN, fl_ctx)
@@ -198,7 +212,7 @@ def test_jobs_restore_what_they_found(fl_ctx, tmp_path):
 
 
 def test_without_scratch_there_is_no_job(fl_ctx, engine, tmp_path):
-    """The job ends before anybody trains, and says what is wrong with the place."""
+    """The job ends before any training, and the error describes the invalid directory."""
     (tmp_path / "file").write_text("")
     TensorOffload(str(tmp_path / "file")).handle_event(EventType.START_RUN, fl_ctx)
     (reason,) = engine.panics
@@ -290,7 +304,7 @@ def test_free_memory_that_a_process_keeps(fl_ctx, tmp_path, monkeypatch, modes, 
 
 
 def test_what_came_is_all_that_came(fl_ctx, tmp_path, caplog):
-    """Tensors beside the model, such as control variates of SCAFFOLD, count as received."""
+    """Tensors outside the model, such as control variates of SCAFFOLD, count as received."""
     caplog.set_level("INFO")
     component = TensorOffload(str(tmp_path / "root"))
     component.handle_event(EventType.START_RUN, fl_ctx)
@@ -304,8 +318,7 @@ def test_what_came_is_all_that_came(fl_ctx, tmp_path, caplog):
 
 
 def test_a_controller_that_announces_no_rounds(fl_ctx, tmp_path, caplog):
-    """A round begins with its first task and ends with the model; one without verdicts, as of NVFlare's cyclic one,
-    has results."""
+    """A round starts with its first task and ends with the model; without verdicts, it still has results."""
     caplog.set_level("INFO")
     component = TensorOffload(str(tmp_path / "root"))
     component.handle_event(EventType.START_RUN, fl_ctx)
@@ -333,7 +346,7 @@ def test_a_controller_that_announces_no_rounds(fl_ctx, tmp_path, caplog):
 
 @pytest.mark.parametrize(("task", "code"), [("train", ReturnCode.OK), ("submit_model", "EXECUTION_RESULT_ERROR")])
 def test_a_result_that_cannot_be_used_comes_without_tensors(fl_ctx, tmp_path, task, code):
-    """Controllers leave out an empty result of training; cross-site evaluation would go on with an empty model."""
+    """Controllers skip an empty result of training; cross-site evaluation would continue with an empty model."""
     give(fl_ctx, w=torch.zeros(3))
     result = DXO(DataKind.WEIGHTS, data={"w": torch.zeros(5)}).to_shareable()
     receive_from(fl_ctx, "site-1", result)
@@ -344,7 +357,7 @@ def test_a_result_that_cannot_be_used_comes_without_tensors(fl_ctx, tmp_path, ta
 
 
 def test_a_global_model_of_settings_is_no_reference(fl_ctx, tmp_path):
-    """NVFlare's recipes for scikit-learn begin with the settings of the classifier, and get its tensors back."""
+    """NVFlare's recipes for scikit-learn start by sending the settings of the classifier, and get its tensors back."""
     fl_ctx.set_prop(AppConstants.GLOBAL_MODEL, make_model_learnable({"n_classes": 2, "penalty": "l2"}, {}))
     fl_ctx.set_prop(FLContextKey.RUNNER, SimpleNamespace(current_wf=SimpleNamespace(controller=FedAvg(num_clients=1))))
     result = DXO(DataKind.WEIGHTS, data={"coef": np.zeros(3)}).to_shareable()
@@ -407,7 +420,7 @@ def judge(component, fl_ctx, result, accepted):
 
 
 def test_an_evaluation_has_no_record(fl_ctx, tmp_path, caplog):
-    """Neither by itself nor within a round, whose model is told once; a metric that is a tensor changes nothing."""
+    """Neither alone nor within a round, whose model is reported once; a metric that is a tensor changes nothing."""
     caplog.set_level("INFO")
     component = TensorOffload(str(tmp_path / "root"))
     component.handle_event(EventType.START_RUN, fl_ctx)
@@ -482,7 +495,7 @@ def test_a_component_ends_the_job(fl_ctx, engine, tmp_path, caplog):
 
 @pytest.mark.parametrize("kind", ["adaquant", "encrypted"])
 def test_results_that_filters_have_changed(fl_ctx, tmp_path, caplog, kind):
-    """A filter that quantizes sends the bytes in the metadata, below the names; other objects are no tensors."""
+    """A filter that quantizes sends the bytes in the metadata, below the names; other objects are not tensors."""
     caplog.set_level("INFO")
     component = TensorOffload(str(tmp_path / "root"))
     component.handle_event(EventType.START_RUN, fl_ctx)

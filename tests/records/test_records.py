@@ -115,6 +115,27 @@ def test_a_resumed_job_replaces_the_rounds_that_it_repeats(path):
     assert len(records.starts) == 2
 
 
+def test_a_client_in_several_processes(path):
+    """A simulator that has fewer threads than clients runs each task in a new process: the job does not start again."""
+    for number, task in ((0, "train"), (1, "train"), (1, "submit_model")):
+        client = JobRecord(job="simulate_job", site="site-1", role="client")
+        write(
+            path,
+            client,
+            TaskRecord(task=task, round=number),
+            TransferRecord(direction="sent", round=number, peer="server"),
+        )
+        write(path, EndRecord(status="finished"))
+    found = read_records(path)
+    assert len(found.starts) == 1
+    assert [(task.task, task.round) for task in found.tasks] == [("train", 0), ("train", 1), ("submit_model", 1)]
+    assert [transfer.round for transfer in found.transfers] == [0, 1, 1]
+    # A run that was killed or aborted, or the job of another name, starts again.
+    write(path, client, EndRecord(status="aborted"), client)
+    write(path, EndRecord(status="finished"), JobRecord(job="other", site="site-1", role="client"))
+    assert len(read_records(path).starts) == 3
+
+
 def test_a_copy_continues_in_another_run_directory(path, tmp_path):
     """With a copy in the directory of the checkpoints, a job that is submitted again has the records of both runs."""
     copy = tmp_path / "checkpoints.jsonl"
