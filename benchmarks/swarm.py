@@ -127,8 +127,12 @@ def main() -> None:
             f"A model of {options.mib:g} MiB, {options.clients} clients, {options.rounds} rounds in the simulator. "
             "Level 1 is NVFlare's recipe with `make_lazy(recipe, level=1)`, level 2 is `SwarmLearningRecipe`. Memory "
             "is the peak anonymous memory (RssAnon) of one process. A client is its job process; the table has the "
-            "highest of all clients. Times are means of rounds, CPU is of all processes. Each number is the "
-            f"median of {options.repeats} runs, and modes alternate.",
+            "highest of all clients. Times are means of rounds, CPU is of all processes. Each number is "
+            + (
+                f"the median of {options.repeats} runs, and modes alternate."
+                if options.repeats > 1
+                else "from one run."
+            ),
             120,
         ),
         "",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measured job's client, failing in round 0 as FAULTS says: `{"3": "nan"}` makes site-3 send NaN.
 
-Travels in the job's `custom` folder. A silent client answers when the file RELEASE exists.
+Travels in the job's `custom` folder. No client answers before all clients in FAULTS have the task of round 0, and a
+silent client answers when the file RELEASE exists.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ def main() -> None:
         model = flare.receive()
         if model is None:
             break
-        fault = None if model.current_round else json.loads(os.environ["FAULTS"]).get(str(site))
+        faults = {} if model.current_round else json.loads(os.environ["FAULTS"])
+        fault = faults.get(str(site))
+        if faults:
+            pathlib.Path(f"{os.environ['RELEASE']}.{site}").touch()
+        while not all(pathlib.Path(f"{os.environ['RELEASE']}.{other}").exists() for other in faults):
+            time.sleep(0.05)
         params = {key: synthetic_model.step(model.params.pop(key), site) for key in list(model.params)}
         if fault == "raises":
             raise ValueError("no batch of 32 \x1b[31m images")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of NVFlare's recipes, adapted by the command: level 1 gives the same bits, level 2 the same numbers."""
+"""Jobs from NVFlare's recipes, adapted by the command: level 1 gives the same bits, level 2 the same numbers."""
 
 from __future__ import annotations
 
@@ -109,15 +109,6 @@ def tensors_and_differences(**arguments: Any) -> Any:
 
 def scaffold(**arguments: Any) -> Any:
     return ScaffoldRecipe(name="adapted", train_args="--scaffold", **arguments)
-
-
-def test_fedavg_at_level_2(run, net, tmp_path):
-    """The quick one of the jobs below."""
-    recipe = FedAvgRecipe(
-        name="adapted", model=net.Net(16), min_clients=2, num_rounds=1, train_script=str(HELLO / "train.py")
-    )
-    recipe.export(str(tmp_path / "jobs"))
-    assert_close(run(tmp_path / "jobs" / "adapted", 2), run(tmp_path / "jobs" / "adapted", None))
 
 
 @pytest.mark.slow

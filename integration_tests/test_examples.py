@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples show what their READMEs say: each command in them is run, at a small size, and what it prints compared.
+"""The commands in the READMEs of the examples are run, at a small size, and their output is compared.
 
-Numbers differ from machine to machine: they are left out of the comparison, and those that matter are looked at.
+Numbers differ between machines: the comparison ignores them, and the important ones are checked separately.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 
 import nvflare_lazy
 from benchmarks.fl_job.simulator import end_tree
+from integration_tests.conftest import in_deployment
 from tests.documents.markdown import blocks
 from tests.documents.session import matches
 
@@ -34,12 +35,13 @@ SHOWN = {
     "hello": ("hello", 0, []),
     "llm": ("llm", 0, []),
     "lora": ("llm", 1, []),
+    "hierarchy": ("hierarchy", 0, ["--mib", "64"]),
 }
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What came of a command."""
+    """Result of a command."""
 
     workspace: Path
     output: str
@@ -47,7 +49,7 @@ class Shown:
     expected: str
 
     def check(self) -> None:
-        """Compare it with what is expected, but for numbers, spaces and where it ran."""
+        """Compare the output with the expected one, except for numbers, spaces and the directory."""
         assert self.status == 0, self.output[-5000:]
         assert matches(_masked(self.expected), _masked(self.output)), self.output[-2000:]
 
@@ -59,7 +61,7 @@ class Shown:
 
 @pytest.fixture
 def shown(request: pytest.FixtureRequest, tmp_path: Path) -> Shown:
-    """What came of the command a test is about."""
+    """The result of the command that a test runs."""
     return show(request.param, tmp_path)
 
 
@@ -96,7 +98,7 @@ def run_command(
 
 
 def about(name: str) -> pytest.MarkDecorator:
-    """A test of what came of a command."""
+    """A test of a command's result."""
     return pytest.mark.parametrize("shown", [name], indirect=True)
 
 
@@ -104,6 +106,7 @@ def _masked(text: str) -> str:
     return re.sub(r"[ \t]+", " ", re.sub(NUMBER, "0", text))
 
 
+@pytest.mark.slow
 @about("robust")
 def test_a_poisoned_site_ruins_the_mean_and_not_the_trimmed_mean(shown):
     """The two jobs differ in the name of a rule; the accuracies and the picture tell them apart."""
@@ -114,6 +117,7 @@ def test_a_poisoned_site_ruins_the_mean_and_not_the_trimmed_mean(shown):
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @about("own_aggregator")
 def test_an_aggregator_that_knows_nothing_gets_lazy_tensors_and_makes_the_same_of_them(shown):
     """A stock job with one more component gives the same model to the bit, from results that are on disk."""
@@ -132,6 +136,17 @@ def test_two_sites_with_different_digits_train_a_model_that_knows_all(shown):
     assert accuracy > 0.9
     said = re.search(r"it is in (\S+)", shown.output)[1].replace(DEFAULT_WORKSPACE, str(shown.workspace))
     assert "digit.weight" in nvflare_lazy.open(said)
+
+
+@in_deployment
+@pytest.mark.slow
+@about("hierarchy")
+def test_a_tree_of_sites_gives_the_flat_mean(shown):
+    """The nodes in the middle hold no model, and the error is within that of two roundings per round."""
+    shown.check()
+    error, _, bound, _ = shown.numbers("largest error compared with the flat mean:")
+    assert 0 < error <= bound
+    assert shown.numbers("site-1")[-1] < 450
 
 
 def test_the_picture_in_the_repository_is_the_one_the_readme_shows():

@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import nvflare_lazy
 from benchmarks.fl_job import MIB, FLJob, RunResult
 from integration_tests.conftest import JobRunner, server_app
@@ -31,7 +33,7 @@ class JobOfKilledTrainers(FLJob):
 
 
 class JobWithOneLineInTheScript(FLJob):
-    """The clients' configurations know nothing of this package; their script says `install()`."""
+    """The clients' configurations do not mention this package; their script calls `install()`."""
 
     def client(self) -> dict[str, Any]:
         config = super().client()
@@ -55,8 +57,9 @@ def check(result: RunResult, tensors: Any) -> None:
     assert ulps(tensors["layer00005"].numpy(), exact) <= (1 if result.job.mode in ("level-2", "level-3") else 8)
 
 
+@pytest.mark.slow
 def test_a_trainer_needs_no_second_model(run_job: JobRunner, tmp_path: Path):
-    """With one line at the top of the script, 256 MiB come and go beside the model in less than half of that.
+    """With one line in the script, exchanging 256 MiB takes less than half of that in addition to the model.
 
     When the job is complete, NVFlare ends the one trainer by SIGTERM, and the other, or its own watch does, by SIGKILL:
     nothing is left.
@@ -74,7 +77,7 @@ def test_a_trainer_needs_no_second_model(run_job: JobRunner, tmp_path: Path):
 
 
 def test_a_script_in_the_clients_process_says_it_for_the_process(run_job: JobRunner, tmp_path: Path):
-    """No component of ours at the client: from the second round on at the latest, what the script gets is lazy."""
+    """The client has no component: from the second round at the latest, the script gets lazy tensors."""
     seen = tmp_path / "witness.jsonl"
     job = JobWithOneLineInTheScript(mode="level-2", model_mib=1, tensors=8, rounds=3, trainer=TRAINER)
     result = run_job(job, environment=environment(job, seen))

@@ -85,10 +85,10 @@ def test_log_and_metrics_of_a_slow_client(run_job: JobRunner, tmp_path: Path):
     assert origins["nvflare_lazy/server/memory_bytes"] == {"site-1", "site-2"}
 
 
-def tracked(run_job, tmp_path, path):
+def tracked(run_job, tmp_path, path, arguments=None, environment=None):
     """Run two rounds with an NVFlare receiver on the server, and return the run and its records of rounds."""
-    job = FLJob(mode="level-2", model_mib=1, components=({"id": "tracker", "path": path},))
-    result = run_job(job)
+    job = FLJob(mode="level-2", model_mib=1, components=({"id": "tracker", "path": path, "args": arguments or {}},))
+    result = run_job(job, environment=environment or {})
     assert " - ERROR - " not in result.server_log
     return result, records(result, "round")
 
@@ -116,7 +116,7 @@ def test_tensorboard(run_job: JobRunner, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_mlflow(run_job: JobRunner, tmp_path: Path):
-    """The run of each client has the numbers of its results and those of the server."""
+    """The run of each client has the numbers of its results and the server's numbers."""
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("alembic", reason="MLflow's local store needs it")
     path = "nvflare.app_opt.tracking.mlflow.mlflow_receiver.MLflowReceiver"
@@ -134,6 +134,46 @@ def test_mlflow(run_job: JobRunner, tmp_path: Path):
         assert history(run, "nvflare_lazy/result_bytes") == [(0, MIB), (1, MIB)]
         expected = [(record["round"], record["memory_bytes"]) for record in rounds]
         assert history(run, "nvflare_lazy/server/memory_bytes") == expected
+
+
+def wandb_records(content):
+    """Yield the records of an offline run: a log of LevelDB after a header of 7 bytes."""
+    at, block, parts = 7, 32768, b""
+    while at + 7 <= len(content):
+        if block - at % block < 7:
+            at += block - at % block
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # complete, or the last part
+            yield parts
+            parts = b""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_wandb(run_job: JobRunner, tmp_path: Path):
+    """The offline run of each client, which `wandb sync` sends, has the numbers of its results and the server's."""
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    path = "nvflare.app_opt.tracking.wandb.wandb_receiver.WandBReceiver"
+    arguments = {"wandb_args": {"project": "digits", "name": "run", "job_type": "training"}, "mode": "offline"}
+    _, rounds = tracked(run_job, tmp_path, path, arguments, {"WANDB_DIR": str(tmp_path)})
+    memory = [record["memory_bytes"] for record in rounds]
+    found = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len(found) == 2
+    for file in found:
+        rows = []
+        for data in wandb_records(file.read_bytes()):
+            record = Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                rows.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items})
+        assert [row["nvflare_lazy/result_bytes"] for row in rows] == [MIB, MIB]
+        assert [row["nvflare_lazy/server/memory_bytes"] for row in rows] == memory
 
 
 @pytest.mark.slow

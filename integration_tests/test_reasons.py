@@ -30,7 +30,7 @@ def test_the_error_for_too_few_results_lists_every_client(run_job: JobRunner, tm
         tensors=4,
         rounds=1,
         trainer=FAILING,
-        controller={"min_responses": 3, "wait_time_after_min_received": 1},
+        controller={"min_responses": 4, "wait_time_after_min_received": 1},
         controller_path="nvflare_lazy.flare.LazyFedAvg",
         offload={"max_result_size": "4MiB"},
         aggregator={"min_results": 2},
@@ -80,7 +80,7 @@ class JobThatLosesClients(FLJob):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["level-2", "level-3"])
 def test_reasons_in_a_deployment(tmp_path: Path, mode: str):
-    """With the package on the clients, also a trainer that hangs after its error; without it, NVFlare's streamed log.
+    """With the package, even of a trainer that hangs after its error; without it, from NVFlare's streamed log.
 
     NVFlare streams the errors of a client job. The output of an external trainer is not among them.
     """

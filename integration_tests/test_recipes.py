@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from nvflare.app_opt.pt.recipes.fedopt import FedOptRecipe as StockFedOpt
@@ -154,3 +155,22 @@ def test_cross_site_evaluation_with_nvflares_utility(run, net):
     assert {*nvflare_lazy.open(passed_on / "site-1.safetensors")} == {*net.Net(16).state_dict()}
     assert sorted(path.name for path in passed_on.iterdir()) == ["site-1.safetensors", "site-2.safetensors"]
     assert "must be PTFileModelPersistor" not in (job.parent / "log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_worker_processes(run, net, tmp_path):
+    """Worker processes aggregate all rounds: the job learns, and they end with it."""
+    executor = {"name": "processes", "max_workers": 2}
+    app = run(FedAvgRecipe(name="workers", min_clients=2, model=net.Net(16), executor=executor, **ARGUMENTS))
+    assert accuracy(net, app / "FL_global_model.safetensors") > 0.9
+    log = (tmp_path / "workspace" / "workers" / "server" / "log.txt").read_text()
+    assert log.count("Started the executor 'processes'") == 1
+    assert not [*tmp_path.rglob("*.parts")]
+    assert not [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in _described(process)]
+
+
+def _described(process: psutil.Process) -> str:
+    try:
+        return " ".join([*process.cmdline(), *process.environ().values()])
+    except psutil.Error:
+        return ""

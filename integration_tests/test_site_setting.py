@@ -30,7 +30,7 @@ def setting(package: str) -> dict[str, str]:
 
 
 def places(log: str) -> set[str]:
-    """Say where a process received tensors, as its log says."""
+    """Return where a process received tensors, from its log."""
     return set(re.findall(r"Received .* from .* s, .*, (on disk|in memory)", log))
 
 
@@ -60,7 +60,9 @@ def check_model(saved: dict[str, torch.Tensor], job: FLJob) -> None:
 @pytest.mark.parametrize(
     ("package", "switch", "exchange", "external", "server", "clients"),
     [
-        pytest.param(DECOMPOSERS, True, "pytorch", False, {"on disk"}, {"in memory"}, id="switch"),
+        pytest.param(
+            *(DECOMPOSERS, True, "pytorch", False, {"on disk"}, {"in memory"}), id="switch", marks=pytest.mark.slow
+        ),
         pytest.param(DECOMPOSERS, True, "numpy", True, {"on disk"}, set(), id="switch-numpy-external"),
         pytest.param(
             *(DECOMPOSERS, False, "pytorch", False, {"in memory"}, {"in memory"}),
@@ -79,7 +81,7 @@ def test_in_the_simulator(
     server: set[str],
     clients: set[str],
 ):
-    """A stock job, with or without the switch, whose external trainers know nothing of the package either."""
+    """A stock job, with or without the switch, whose external trainers do not use the package either."""
     job = FLJob(
         mode="offload" if switch else "stock", exchange=exchange, external=external, model_mib=1, tensors=4, rounds=2
     )
@@ -124,12 +126,12 @@ def test_memory(run_job: JobRunner):
 
 @pytest.mark.slow
 @in_deployment
-# NVFlare's recipe says so of arrays; with this package they are also on disk.
+# NVFlare's recipe requests this for arrays; with this package they are also on disk.
 @pytest.mark.filterwarnings("ignore:enable_tensor_disk_offload=True only applies")
 @pytest.mark.parametrize(("exchange", "external"), [("pytorch", False), ("pytorch", True), ("numpy", True)])
 @pytest.mark.parametrize("run", [run_in_simulator, run_in_poc])
 def test_swarm(tmp_path: Path, run: Callable[..., RunResult], exchange: str, external: bool):
-    """The sites that aggregate receive on disk, and their model has the bits of NVFlare's aggregation."""
+    """The sites that aggregate receive on disk, and their model equals NVFlare's aggregation to the bit."""
     job = SwarmJob(mode="offload", exchange=exchange, model_mib=1, tensors=4, rounds=2, external=external)
     result = run(job, tmp_path, environment=setting(DECOMPOSERS))
     assert result.ok, result.output[-3000:]

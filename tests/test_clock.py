@@ -21,7 +21,9 @@ PACKAGE = Path(__file__).parents[1] / "nvflare_lazy"
 DAYS = 30 * 86400
 #: The functions that read the clock: for records and lists, or where a wrong time does no harm.
 READS_THE_CLOCK = {
+    "formats/_remote_commit.py: __init__": "the number in the names of the shards of a save",
     "records/schema.py: now": "the time of a record",
+    "remote/_retries.py: _seconds": "the date in a Retry-After header",
     "report/job_report.py: summarize": "how long a running job has run, in a report",
     "scratch/_lease.py: for_this_process": "for the age in lists of leases",
     "scratch/_reclaim.py: _inspect_lease": "for the age in lists of leases",

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +41,7 @@ class Deployment:
         env: Further environment variables for all of them.
         resources: Further settings for `resources.json` of all of them.
         server_env: Further environment variables for the server alone.
+        parents: For sites below other sites, the site above. The other sites are below the server.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class Deployment:
         env: dict[str, str] | None = None,
         resources: dict[str, Any] | None = None,
         server_env: dict[str, str] | None = None,
+        parents: dict[str, str] | None = None,
     ) -> None:
+        self.parents = parents or {}
         self.directory = directory
         self.clients = clients
         self.resources = resources or {}
@@ -69,7 +72,7 @@ class Deployment:
         return self.directory / "example_project" / "prod_00"
 
     def __enter__(self) -> Deployment:
-        provision(self.directory, self.clients)
+        provision(self.directory, self.clients, self.parents)
         for name in ("localhost", *(f"site-{index + 1}" for index in range(self.clients))):
             local = self.kits / name / "local"
             given = local / "resources.json"
@@ -126,7 +129,7 @@ class Deployment:
                 time.sleep(0.5)
 
 
-def provision(directory: Path, clients: int) -> None:
+def provision(directory: Path, clients: int, parents: Mapping[str, str]) -> None:
     """Make the startup kits."""
     import nvflare.lighter
     from nvflare.tool.poc.poc_commands import local_provision
@@ -137,7 +140,10 @@ def provision(directory: Path, clients: int) -> None:
         port = free.getsockname()[1]
     project["participants"] = [
         {"name": "localhost", "type": "server", "org": "example", "fed_learn_port": port, "admin_port": port},
-        *({"name": f"site-{index + 1}", "type": "client", "org": "example"} for index in range(clients)),
+        *(
+            {"name": name, "type": "client", "org": "example", **({"parent": parents[name]} if name in parents else {})}
+            for name in (f"site-{index + 1}" for index in range(clients))
+        ),
         {"name": _ADMIN, "type": "admin", "org": "example", "role": "project_admin"},
     ]
     config = directory / "described.yml"
@@ -163,7 +169,7 @@ def run_in_poc(
     during: Callable[[Deployment, str], None] | None = None,
     server_scratch: Path | None = None,
 ) -> RunResult:
-    """Run a job on a deployment of its own.
+    """Run a job on a separate deployment.
 
     Args:
         job: What to run.
