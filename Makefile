@@ -8,6 +8,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 TEST_DIRS = $(wildcard tests integration_tests)
 # Extra arguments for pytest, the demo or a benchmark: make test ARGS="-k header -x"; ARGS="-n 0" uses one process
 ARGS ?=
@@ -41,11 +42,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 .PHONY: check
-check: setup ## Formatting, lint, types, import rules
+check: setup ## Formatting, lint, types, import rules, English
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.english
 
 .PHONY: format
 format: setup ## Format and fix what can be fixed by itself
@@ -67,6 +69,16 @@ test-night: setup ## All tests, property tests with many random examples
 .PHONY: wheel-test
 wheel-test: setup ## Only the tests of the built wheel
 	$(BIN)/python -m pytest tests/test_wheel.py $(ARGS)
+
+.PHONY: docs
+docs: $(DOCS_STAMP) ## Build the site of the documents: build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict $(ARGS)
+	@echo "build/site/index.html; with the search: $(BIN)/python -m http.server -d build/site"
+
+# Only what the site needs in addition to `make setup`.
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[docs]'
+	@touch $@
 
 .PHONY: demo
 demo: setup ## See what it does

@@ -18,6 +18,7 @@ BEGIN, END = "<!-- modules: made by python -m tests.documents.architecture -->\n
 _ORDER = (
     "",
     "tensors",
+    "remote",
     "formats",
     "scratch",
     "transport",
@@ -52,7 +53,7 @@ def module_tables() -> str:
 
 
 def documented_tables() -> str:
-    """Return what the document has between its two marks."""
+    """Return the part of the document between its two marks."""
     return DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
 
 

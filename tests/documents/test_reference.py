@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference says what the code takes: names, defaults, options, errors, words of the log, and where links lead."""
+"""The reference matches the code: names, defaults, options and errors; words of the log and the targets of links."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ from nvflare_lazy.aggregation.server_optimizers import _OPTIMIZERS
 from nvflare_lazy.cli.program import program
 from nvflare_lazy.flare.adaptation import component_mapping
 from nvflare_lazy.records.schema import KINDS, Record
+from nvflare_lazy.transport import (
+    array_downloader,
+    decomposers,
+    failed,
+    offload,
+    registration,
+    tensor_downloader,
+    via_downloader,
+)
 from tests.documents.markdown import Block, blocks
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +55,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 def words(cell: str) -> list[str]:
-    """Return what stands in backticks."""
+    """Return the text in backticks."""
     return re.findall(r"`([^`]*)`", cell)
 
 
@@ -126,34 +135,39 @@ def test_commands(name):
     assert {words(row[0])[0] for row in rows(by_heading[heading])} == options
 
 
-@pytest.mark.parametrize("module", [nvflare_lazy, formats, aggregation, scratch], ids=lambda module: module.__name__)
-def test_names_of_a_module(module):
-    """A module's public names are all in the tables below its heading, and nothing else is."""
-    described = {
-        re.split(r"[(.]", word)[0]
-        for row in rows(sections("reference/python-api.md")[module.__name__])
-        for word in words(row[0])
-    }
-    assert described == set(module.__all__)
+API = {
+    **{module.__name__: module for module in (nvflare_lazy, aggregation, errors, flare, formats, recipes, scratch)},
+    **{
+        module.__name__: module
+        for module in (array_downloader, decomposers, failed, offload, registration, tensor_downloader, via_downloader)
+    },
+}
 
 
-@pytest.mark.parametrize("name", ["open", "save", "install"])
-def test_signatures(name):
-    """The functions of the package are shown with the arguments they take."""
-    cells = [word for row in rows(sections("reference/python-api.md")["nvflare_lazy"]) for word in words(row[0])]
-    shown = next(cell for cell in cells if cell.startswith(f"{name}("))
-    parsed = ast.parse(f"def {shown}: ...").body[0].args
-    assert [part.arg for part in (*parsed.args, *parsed.kwonlyargs)] == [*taken(getattr(nvflare_lazy, name))]
+def directives() -> set[str]:
+    """Return what the pages of the Python API document from docstrings."""
+    pages = (DOCS / "reference" / "api").glob("*.md")
+    return {name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.M)}
 
 
-def test_names_of_transport():
-    """The names for components of one's own are where the table says."""
-    table = rows(sections("reference/python-api.md")["nvflare_lazy.transport"])
-    assert table
-    for module, names in ((words(row[0])[0], words(row[1])) for row in table):
-        found = import_module(f"nvflare_lazy.transport.{module}")
-        assert names
-        assert [name for name in names if not hasattr(found, name)] == []
+def test_every_public_module_has_its_directive():
+    """The pages of the Python API document every public module, and nothing that does not exist."""
+    assert set(API) <= directives()
+    for name in directives() - set(API):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(import_module(module), attribute) or import_module(name), name
+
+
+@pytest.mark.parametrize("module", API.values(), ids=API)
+def test_public_names_have_docstrings(module):
+    """What a public module exports has a docstring, from which its entry in the reference is made."""
+    exported = getattr(module, "__all__", None) or [
+        name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+    ]
+    values = {name: getattr(module, name) for name in exported if not name.startswith("_")}
+    assert values
+    own = {name: value for name, value in values.items() if isinstance(value, type) or inspect.isroutine(value)}
+    assert [name for name, value in own.items() if not value.__doc__] == []
 
 
 ORIGINAL_NAMES = {
@@ -173,7 +187,7 @@ ORIGINAL_NAMES = {
 
 def test_original_names():
     """Each original name is in one module, which the table names together with the differences."""
-    modules = {words(row[1])[0] for row in rows(sections("reference/python-api.md")["Original names"])}
+    modules = {words(row[1])[0] for row in rows(sections("reference/api/README.md")["Original names"])}
     assert modules == set(ORIGINAL_NAMES)
     for module, names in ORIGINAL_NAMES.items():
         assert [name for name in names if not hasattr(import_module(module), name)] == []
@@ -191,7 +205,7 @@ def test_errors():
 
 
 def test_log_lines():
-    """The words of the log that are explained are words of the log: what stands between `…` is in the source."""
+    """Explained log lines exist: the text between `…` is in the source."""
     constants = {node.value for node in _nodes(ast.Constant) if isinstance(node.value, str)}
     table = rows(sections("troubleshooting.md")["Lines of the log"])
     for cell, meaning, _ in table:
@@ -203,7 +217,7 @@ def test_log_lines():
 
 
 def test_fragments_of_configurations():
-    """What a configuration in a document names exists and takes these arguments, also where only a part is shown."""
+    """Names in a configuration of a document exist and accept these arguments, even where only a part is shown."""
     named = [part for page in PAGES for block in blocks(page) if block.language == "json" for part in _parts(block)]
     assert {"TensorOffload", "LazyAggregator", "LazyModelPersistor"} <= {path.rpartition(".")[2] for path, _ in named}
     for path, arguments in named:
@@ -231,6 +245,34 @@ def test_index():
     index = (DOCS / "README.md").read_text(encoding="utf-8")
     missing = [page for page in DOCS.rglob("*.md") if f"({page.relative_to(DOCS)})" not in index]
     assert missing == [DOCS / "README.md"]
+
+
+def test_navigation_of_the_site():
+    """The site has every document in its navigation; `make docs` fails otherwise."""
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"README.md"}
+    assert [page for page in sorted(pages) if f"- {page}\n" not in navigation] == []
+
+
+def test_numbers_of_the_readme():
+    """The table of the README has the medians of the committed results, rounded."""
+    measured = {
+        row[0]: row for row in rows(sections("results/README.md")["A deployment on one machine, external trainers"])
+    }
+    shown = {row[0].partition(":")[0]: row[1:] for row in rows((ROOT / "README.md").read_text()) if len(row) == 5}
+    names = {"NVFlare 2.9": "NVFlare, in memory", **{f"level {n}": f"nvflare-lazy, level {n}" for n in (1, 2, 3)}}
+    assert names.keys() <= shown.keys()
+    for short, name in names.items():
+        memory, seconds, processor, scratch = (cell.strip("*") for cell in shown[short])
+        row = measured[name]
+        assert (seconds, processor) == (f"{row[2].partition(' s')[0]} s", f"{row[4].split()[0]} s")
+        assert memory == _size(row[9])
+        assert scratch == ("none" if row[12] == "0 MiB" else _size(row[12]))
+
+
+def _size(cell: str) -> str:
+    mib = int(cell.split()[0])
+    return f"{mib} MiB" if mib < 1000 else f"{mib / 1024:.1f} GiB"
 
 
 def _parts(block: Block) -> list[tuple[str, dict[str, object]]]:
