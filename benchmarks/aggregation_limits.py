@@ -109,7 +109,7 @@ class Median(Arithmetic):
 
 def on_all_cores(work: Callable[[Iterator[int]], None], offsets: Sequence[int], threads: int) -> None:
     """Run `work` in threads that share the offsets; torch computes on one core in each."""
-    pending, lock = iter(offsets), threading.Lock()
+    pending, lock, started = iter(offsets), threading.Lock(), threading.Barrier(threads)
 
     def take() -> Iterator[int]:
         while True:
@@ -122,6 +122,8 @@ def on_all_cores(work: Callable[[Iterator[int]], None], offsets: Sequence[int], 
     def run() -> None:
         torch.get_num_threads()
         torch.set_num_threads(1)
+        # A thread that starts to compute before another has set its number would take two cores.
+        started.wait()
         work(take())
 
     before = torch.get_num_threads()

@@ -9,7 +9,6 @@ direction half of the time.
 from __future__ import annotations
 
 import math
-import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -47,9 +46,8 @@ ROUNDING_BYTES = 8
 _EXPONENT = 0x7FF << 52
 # The lower half of a float32 halfway between two bfloat16 numbers, as an integer: the least int16.
 _HALFWAY = -(1 << 15)
-_LOWER_HALF = 0 if sys.byteorder == "little" else 1
 # Elements of a tile that are searched together for such halves.
-_ROW = 128
+_ROW = 256
 # Far beyond the range of the narrow types, and far below the maximum of float64.
 _MAX_POWER = 2.0**900
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -91,9 +89,7 @@ def to_precision(values: torch.Tensor, dtype: torch.dtype, arena: Arena, *, extr
             are included.
     """
     step, tiny = _PRECISIONS[dtype]
-    # Next to 1.5 times the right power of two, the last bit of a float64 is the last bit that the result should have.
-    # Adding that number therefore rounds correctly, and subtracting it again is exact.
-    far = 1.5 * 2**52 * step / 2**extra_bits
+    far = _far(step / 2**extra_bits)
     mark = arena.mark()
     power = arena.take(torch.float64, values.numel())
     torch.bitwise_and(values.view(torch.int64), _EXPONENT, out=power.view(torch.int64))
@@ -104,25 +100,41 @@ def to_precision(values: torch.Tensor, dtype: torch.dtype, arena: Arena, *, extr
     return values
 
 
+def _far(step: float) -> float:
+    """Return the number next to which a float64 between 1 and 2 has the last bit of a number with this step.
+
+    Adding it, times the power of two of a value, therefore rounds correctly, and subtracting it again is exact.
+    """
+    return 1.5 * 2**52 * step
+
+
 def _round_to_bfloat16(out: torch.Tensor, values: torch.Tensor, arena: Arena, factor: float) -> float:
-    """Round twice, by way of float32, which is fast, and correct the few results that are wrong; return their sum.
+    """Round twice, by way of float32, which is fast, and round the few again that may be wrong; return the sum.
 
     Only values that the first rounding moved halfway between two numbers can be wrong.
     """
+    step, tiny = _PRECISIONS[torch.bfloat16]
     total, count = 0.0, values.numel()
     whole = count // _ROW * _ROW
     for begin, end, row in ((0, whole, _ROW), (whole, count, count - whole)):
         if begin == end:
             continue
-        some, some_values = out[begin:end], values[begin:end]
         mark = arena.mark()
         halves = arena.take(torch.int16, 2 * (end - begin))
         arena.release(mark)
         single = arena.take(torch.float32, end - begin)  # in the same memory
         least = arena.take(torch.int16, (end - begin) // row)
-        bits = some.view(torch.int16)
         total += multiply_and_round_twice(
-            some, bits, single, some_values, halves, least, factor, halfway=_HALFWAY, lower=_LOWER_HALF
+            out[begin:end],
+            single,
+            values[begin:end],
+            halves,
+            least,
+            factor,
+            halfway=_HALFWAY,
+            tiny=2 * tiny,
+            max_power=_MAX_POWER,
+            far=_far(step / 2),
         )
         arena.release(mark)
     return total

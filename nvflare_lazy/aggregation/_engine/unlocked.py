@@ -59,39 +59,44 @@ def _multiply_and_round(out: Tensor, values: Tensor, factor: float) -> float:
     return float(out.sum())
 
 
-# Multiply float64 values, round them to bfloat16 by way of float32, correct the wrong results, and return their sum.
+# Multiply float64 values, round them to bfloat16 by way of float32, and return the sum of the results. Values whose
+# float32 is halfway between two results are rounded again, in one step, as `to_precision` does.
 # `halves` are the bits of `single`, and `least` has one element for each row of them.
 def _multiply_and_round_twice(
     out: Tensor,
-    out_bits: Tensor,
     single: Tensor,
     values: Tensor,
     halves: Tensor,
     least: Tensor,
     factor: float,
     halfway: int,
-    lower: int,
+    tiny: float,
+    max_power: float,
+    far: float,
 ) -> float:
     if factor != 1.0:
         values.mul_(factor)
     single.copy_(values)
     out.copy_(single)
-    # Comparing all halves is slower than comparing those of the rows whose least half is the one that is searched.
-    count = halves.numel() // least.numel()
-    rows = halves.view(-1, count)
+    # Comparing all halves takes longer than finding the least one of each row, and then of each piece of these rows.
+    rows = halves.view(least.numel(), -1)
     torch.amin(rows, [1], False, out=least)
     candidates = (least == halfway).nonzero().view(-1)
     if candidates.numel() > 0:
-        found = (rows.index_select(0, candidates).view(-1) == halfway).nonzero().view(-1)
-        places = candidates.index_select(0, found // count) * count + found % count
-        places = places.masked_select(places % 2 == lower) // 2
-        exact = values.index_select(0, places)
-        rounded = single.index_select(0, places)
-        wrong = exact != rounded
-        if bool(wrong.any()):
-            towards_zero = halves.index_select(0, 2 * places + (1 - lower))
-            mended = towards_zero + (exact.abs() > rounded.abs()).to(torch.int16)
-            out_bits.index_copy_(0, places.masked_select(wrong), mended.masked_select(wrong))
+        width = rows.size(1)
+        piece = 64 if width % 64 == 0 else width
+        for some in torch.split(candidates, 512):
+            pieces = rows.index_select(0, some).view(-1, piece)
+            short = (pieces.amin([1]) == halfway).nonzero().view(-1)
+            found = (pieces.index_select(0, short).view(-1) == halfway).nonzero().view(-1)
+            found = short.index_select(0, found // piece) * piece + found % piece
+            places = (some.index_select(0, found // width) * width + found % width) // 2
+            exact = values.index_select(0, places)
+            mantissa, _ = torch.frexp(exact)
+            # The power of two above each value. Zeros and infinities have none, and take any.
+            power = exact.div(mantissa).nan_to_num_(tiny).clamp_(tiny, max_power)
+            again = exact.add(power, alpha=far).sub_(power, alpha=far).copysign_(exact)
+            out.index_copy_(0, places, again.to(out.dtype))
     return float(out.sum())
 
 
