@@ -42,7 +42,7 @@ from benchmarks.aggregation_limits import (
     read_once,
 )
 from benchmarks.machine import describe_machine
-from benchmarks.measuring import MIB, PeakMemory, Turn, in_turns
+from benchmarks.measuring import MIB, PeakMemory, Turn, back_memory, in_turns
 from nvflare_lazy.aggregation import Aggregation
 from tests.measure import rss_anon
 
@@ -171,6 +171,7 @@ def measure_warm(case: LimitCase, contributors: Contributors, out: Path, rounds:
     def clear() -> None:
         out.unlink(missing_ok=True)
         os.sync()
+        back_memory(2 * nbytes)
 
     rivals: dict[str, Callable[[], object]] = {
         "read and write": lambda: plain(NoArithmetic),
@@ -196,6 +197,7 @@ def measure_cold(case: LimitCase, contributors: Contributors, out: Path, rounds:
         out.unlink(missing_ok=True)
         os.sync()
         make_cold(contributors.paths)
+        back_memory((len(contributors.paths) + 2) * contributors.nbytes)
 
     rivals: dict[str, Callable[[], object]] = {
         "read once": lambda: read_once(contributors.paths, direct=False),

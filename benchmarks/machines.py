@@ -38,7 +38,7 @@ import torch
 
 import nvflare_lazy
 from benchmarks.machine import describe_machine
-from benchmarks.measuring import MIB, in_turns
+from benchmarks.measuring import MIB, back_memory, in_turns
 from nvflare_lazy._system import available_cores
 from nvflare_lazy._text import parse_size
 from nvflare_lazy.aggregation import Aggregation
@@ -121,6 +121,7 @@ def measure(mib: int, count: int, rounds: int, number: int) -> Constants:
                     for out in outs.values():
                         out.unlink(missing_ok=True)
                     os.sync()
+                    back_memory(2 * mib * MIB)
 
                 for rival in rivals.values():
                     rival()
