@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvflare_lazy._text import get_logger, parse_size
-from nvflare_lazy.aggregation._distributed_passes import DistributedEngine, SharedDirectory
+from nvflare_lazy.aggregation._distributed.engine import DistributedEngine
+from nvflare_lazy.aggregation._distributed.shared_directory import SharedDirectory
 from nvflare_lazy.aggregation._engine.passes import Engine
 from nvflare_lazy.aggregation._engine.tile import ContributionError, is_store_error
 from nvflare_lazy.aggregation.report import AggregationReport, Provenance, shares_of

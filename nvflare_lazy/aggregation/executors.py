@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The executors that aggregation can run on: processes, Dask, Ray, MPI, and any other of `concurrent.futures`.
 
-`Aggregation(executor=...)` and `LazyAggregator(executor=...)` accept them. `_distributed_passes.py` splits the work.
+`Aggregation(executor=...)` and `LazyAggregator(executor=...)` accept them. `_distributed/` splits the work.
 """
 
 from __future__ import annotations

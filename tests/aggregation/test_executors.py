@@ -17,7 +17,10 @@ import pytest
 import torch
 
 import nvflare_lazy
-from nvflare_lazy.aggregation import Aggregation, _distributed_passes
+from nvflare_lazy.aggregation import Aggregation
+from nvflare_lazy.aggregation._distributed import parts
+from nvflare_lazy.aggregation._distributed import sources as part_sources
+from nvflare_lazy.aggregation._distributed.shared_directory import SharedDirectory
 from nvflare_lazy.aggregation.executors import Workers
 from nvflare_lazy.errors import (
     AggregationCancelledError,
@@ -246,7 +249,7 @@ def test_input_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """A worker that sees no file, or another one, under the path of an input ends the aggregation."""
     contributions = make_contributions(tmp_path)
     other = nvflare_lazy.save({"w": torch.zeros(3)}, tmp_path / "other.safetensors")
-    open_input = _distributed_passes._open_input
+    open_input = part_sources.open_input
 
     for seen, problem in ((tmp_path / "none", "No such file"), (other, "another size or time")):
 
@@ -257,10 +260,10 @@ def test_input_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 return open_input(path, size, modified)
             try:
                 return open_input(str(seen), size, modified)
-            except _distributed_passes._InputError as error:
-                raise _distributed_passes._InputError(path, size, modified, error.problem) from None
+            except part_sources.InputError as error:
+                raise part_sources.InputError(path, size, modified, error.problem) from None
 
-        monkeypatch.setattr(_distributed_passes, "_open_input", open_elsewhere)
+        monkeypatch.setattr(part_sources, "open_input", open_elsewhere)
         with pytest.raises(SharedStorageError, match=rf"does not see .*site-2.*{problem}.*same path"):
             Aggregation(executor=Counting()).run(contributions, tmp_path / "out.safetensors")
     assert not hidden(tmp_path)
@@ -283,16 +286,16 @@ def test_a_worker_without_access_to_the_storage(
     """If a worker cannot read what the caller can, its part is repeated, and no contribution is skipped."""
     contributions = make_contributions(tmp_path)
     Aggregation("krum").run(contributions, tmp_path / "one.safetensors")
-    sources = _distributed_passes._sources
+    unpickled = parts.unpickled
     failures = [error, error]
 
     def sources_without_access(text: bytes) -> Any:
         is_worker = threading.current_thread() is not threading.main_thread()
         if is_worker and b"site-2" in text and failures:
             raise failures.pop()
-        return sources(text)
+        return unpickled(text)
 
-    monkeypatch.setattr(_distributed_passes, "_sources", sources_without_access)
+    monkeypatch.setattr(parts, "unpickled", sources_without_access)
     result = Aggregation("krum", executor=Counting()).run(contributions, tmp_path / "parts.safetensors")
     assert not failures
     assert result.report.skipped == {}
@@ -346,7 +349,7 @@ def test_a_part_that_continues_after_it_was_repeated(tmp_path: Path, monkeypatch
     contributions = make_contributions(tmp_path)
     first, continues = threading.Event(), threading.Event()
     outcomes: list[Future[Any]] = []
-    check = _distributed_passes._Every.__call__
+    check = parts._Every.__call__
 
     def paused_after_check(self: Any) -> bool:
         is_revoked = check(self)
@@ -366,7 +369,7 @@ def test_a_part_that_continues_after_it_was_repeated(tmp_path: Path, monkeypatch
             lost.set_exception(ConnectionError("the worker does not answer"))
             return lost
 
-    monkeypatch.setattr(_distributed_passes._Every, "__call__", paused_after_check)
+    monkeypatch.setattr(parts._Every, "__call__", paused_after_check)
     Aggregation("median", executor=LosesFirst()).run(contributions, tmp_path / "out.safetensors")
     published = (tmp_path / "out.safetensors").read_bytes()
     for number in range(len(contributions)):
@@ -455,7 +458,7 @@ def test_inputs_at_urls(tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyP
         url = f"memory://executors/inputs/{name}.safetensors"
         nvflare_lazy.save(stored[name], url)
         contributions[name] = nvflare_lazy.open(url)
-    monkeypatch.delattr(_distributed_passes.SharedDirectory, "copy_of")
+    monkeypatch.delattr(SharedDirectory, "copy_of")
     Aggregation("krum").run(stored, tmp_path / "one.safetensors")
     Aggregation("krum", executor=Counting(), part_size="500KiB").run(contributions, tmp_path / "parts.safetensors")
     assert (tmp_path / "parts.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
