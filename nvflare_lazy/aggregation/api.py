@@ -86,7 +86,7 @@ class Aggregation:
     like: str | os.PathLike[str] | None = None
     fsync: bool = True
     executor: ExecutorSpec | Workers | None = None
-    part_size: int | str = "512MiB"
+    part_size: int | str = "1GiB"
 
     def __post_init__(self) -> None:
         to_rule(self.rule)
@@ -175,7 +175,7 @@ def aggregate(
     like: str | os.PathLike[str] | None = None,
     fsync: bool = True,
     executor: ExecutorSpec | Workers | None = None,
-    part_size: int | str = "512MiB",
+    part_size: int | str = "1GiB",
     reference: Mapping[str, Any] | None = None,
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[Progress], object] | None = None,

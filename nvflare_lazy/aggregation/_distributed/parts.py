@@ -18,6 +18,7 @@ from nvflare_lazy._text import get_logger
 from nvflare_lazy.aggregation._distributed.part_writer import PartWriter
 from nvflare_lazy.aggregation._distributed.shared_directory import COPY_BYTES, SESSION_FILE
 from nvflare_lazy.aggregation._distributed.sources import InputError, unpickled
+from nvflare_lazy.aggregation._engine.memory_plan import SpareMemory
 from nvflare_lazy.aggregation._engine.passes import Engine
 from nvflare_lazy.aggregation._engine.tile import ContributionError, TensorGroup, raise_input_error
 from nvflare_lazy.aggregation._engine.tile_io import InputVector
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _CHECK_SECONDS = 1.0
+# Executors call a function in the processes of the workers, so this memory has no other owner.
+_spare = SpareMemory()
 _Result = TypeVar("_Result")
 
 
@@ -131,6 +134,7 @@ class Part(ABC, Generic[_Result]):
                     limits.tile_bytes,
                     limits.non_finite,
                     PassMonitor(should_cancel=_Every(_CHECK_SECONDS, self._is_revoked)),
+                    _spare,
                 )
             )
 

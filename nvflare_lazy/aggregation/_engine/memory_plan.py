@@ -7,8 +7,9 @@ Each thread allocates its memory once; nothing is allocated while tiles are read
 from __future__ import annotations
 
 import mmap
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from nvflare_lazy._system import available_cores
 from nvflare_lazy._text import format_size
 from nvflare_lazy.errors import MemoryBudgetError
 from nvflare_lazy.tensors.tensor_memory import storage_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 #: Tiles start at multiples of this number of elements: statistics are summed in such blocks, for every tile size.
 BLOCK = 512
@@ -84,8 +88,8 @@ class Arena:
     A tensor is valid until it is released; releasing a mark releases everything that was taken after it.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self._memory = _new_memory(nbytes)
+    def __init__(self, nbytes: int, memory: torch.Tensor | None = None) -> None:
+        self._memory = _new_memory(nbytes) if memory is None else memory[:nbytes]
         self._bytes = storage_bytes(self._memory)
         self._top = 0
         # Every tile takes the same few tensors, and creating one costs the same time as adding 10,000 numbers.
@@ -116,6 +120,30 @@ class Arena:
     def release(self, mark: int) -> None:
         """Release everything that was taken since the mark."""
         self._top = mark
+
+
+class SpareMemory:
+    """Memory of arenas that is kept for the next pass.
+
+    Clearing the pages of an arena takes 4 ms: two workers took 5 % longer for an aggregation in parts of 512 MiB.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    @contextmanager
+    def arena(self, nbytes: int) -> Iterator[Arena]:
+        """Lend an arena. Kept memory that is too small is freed, so there is never more than one for each thread."""
+        try:
+            memory = self._free.pop()  # atomic
+        except IndexError:
+            memory = torch.empty(0, dtype=torch.uint8)
+        if memory.numel() < nbytes:
+            memory = _new_memory(nbytes)
+        try:
+            yield Arena(nbytes, memory)
+        finally:
+            self._free.append(memory)
 
 
 def _new_memory(nbytes: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from nvflare_lazy.aggregation._engine.tile_pool import run_tiles
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from nvflare_lazy.aggregation._engine.memory_plan import Arena
+    from nvflare_lazy.aggregation._engine.memory_plan import Arena, SpareMemory
     from nvflare_lazy.aggregation._engine.tile import NonFinitePolicy, TensorGroup
     from nvflare_lazy.aggregation._engine.tile_io import TensorWriter
     from nvflare_lazy.aggregation._engine.tile_pool import PassMonitor
@@ -35,7 +35,7 @@ STRETCH = 128 * BLOCK
 class Engine:
     """Passes over some groups of tensors, within a budget of bytes for all threads together.
 
-    Default: one thread per core, and the fastest size of tiles.
+    Default: one thread per core, the fastest size of tiles, and memory that is freed after each pass.
     """
 
     groups: Sequence[TensorGroup]
@@ -44,6 +44,7 @@ class Engine:
     tile_bytes: int | None
     non_finite: NonFinitePolicy
     monitor: PassMonitor
+    spare: SpareMemory | None = None
 
     def compute_statistic(self, statistic: Statistic) -> Any:
         """Read all floating-point tensors and return the result of the statistic."""
@@ -83,7 +84,7 @@ class Engine:
             return blocks.sum(dim=1)
 
         self.monitor.start(statistic.name, sum(map(bytes_to_read, groups)))
-        run_tiles(_tiles(groups, STRETCH), work, plan, self.monitor, collect=collect)
+        run_tiles(_tiles(groups, STRETCH), work, plan, self.monitor, collect=collect, spare=self.spare)
 
     def reduce(self, reduction: Reduction, stage: str, writer: TensorWriter) -> None:
         """Reduce all tiles and write them; `stage` is the name of the pass in progress bars."""
@@ -109,7 +110,7 @@ class Engine:
             self.monitor.advance(tile.nbytes)
 
         self.monitor.start(stage, sum(map(bytes_to_read, self.groups)))
-        run_tiles(_tiles(self.groups, plan.tile), work, plan, self.monitor)
+        run_tiles(_tiles(self.groups, plan.tile), work, plan, self.monitor, spare=self.spare)
 
     def _tile_of(self, groups: Sequence[TensorGroup]) -> int | None:
         if self.tile_bytes is None or not groups:

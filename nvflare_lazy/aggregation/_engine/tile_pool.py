@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from nvflare_lazy.aggregation._engine.memory_plan import Arena
+from nvflare_lazy.aggregation._engine.memory_plan import SpareMemory
 from nvflare_lazy.errors import AggregationCancelledError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from nvflare_lazy.aggregation._engine.memory_plan import MemoryPlan
+    from nvflare_lazy.aggregation._engine.memory_plan import Arena, MemoryPlan
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
@@ -104,7 +104,9 @@ class _Pass(Generic[_Task, _Result]):
         tasks: Iterable[_Task],
         work: Callable[[_Task, Arena], _Result],
         collect: Callable[[_Result], object] | None,
+        spare: SpareMemory,
     ) -> None:
+        self._spare = spare
         self._tasks: Iterator[tuple[int, _Task]] = enumerate(tasks)
         self._work = work
         self._collect = collect
@@ -121,13 +123,13 @@ class _Pass(Generic[_Task, _Result]):
             torch.get_num_threads()
             torch.set_num_threads(1)
             started.wait()
-            arena = Arena(arena_bytes)
-            while (task := self._take()) is not None:
-                mark = arena.mark()
-                result = self._work(task[1], arena)
-                arena.release(mark)
-                if self._collect is not None:
-                    self._collect_in_order(task[0], result)
+            with self._spare.arena(arena_bytes) as arena:
+                while (task := self._take()) is not None:
+                    mark = arena.mark()
+                    result = self._work(task[1], arena)
+                    arena.release(mark)
+                    if self._collect is not None:
+                        self._collect_in_order(task[0], result)
         except BaseException as error:
             self.errors.append(error)
             self.stopped = True
@@ -152,6 +154,7 @@ def run_tiles(
     monitor: PassMonitor,
     *,
     collect: Callable[[_Result], object] | None = None,
+    spare: SpareMemory | None = None,
 ) -> None:
     """Run all tasks in threads; the first error ends the pass, and is raised when all threads have ended.
 
@@ -161,8 +164,9 @@ def run_tiles(
         plan: Number of threads, and memory of each.
         monitor: Receives progress, and raises if the caller cancels.
         collect: Called with the results in the order of the tasks, one at a time.
+        spare: Memory that is kept for later passes. Default: the memory is freed.
     """
-    one_pass = _Pass(tasks, work, collect)
+    one_pass = _Pass(tasks, work, collect, spare or SpareMemory())
     started = threading.Barrier(plan.threads + 1)
     threads = [
         threading.Thread(target=one_pass.run, args=(plan.arena, started), name=f"aggregate-{number}", daemon=True)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvflare_lazy.aggregation._engine.memory_plan import BLOCK, Arena, plan_memory
+from nvflare_lazy.aggregation._engine.memory_plan import BLOCK, Arena, SpareMemory, plan_memory
 from nvflare_lazy.errors import MemoryBudgetError
 
 
@@ -71,3 +71,18 @@ class TestArena:
         """A rule that takes more than it declared has a bug."""
         with pytest.raises(AssertionError, match="more is taken for a tile than was announced"):
             Arena(64).take(torch.float32, 100)
+
+
+def test_spare_memory():
+    """A later arena has the memory of an earlier one if it is large enough, and never that of one in use."""
+    spare = SpareMemory()
+    with spare.arena(8192) as first:
+        place = first.take(torch.uint8, 8192).data_ptr()
+        with spare.arena(4096) as other:
+            assert not place <= other.take(torch.uint8, 4096).data_ptr() < place + 8192
+    with spare.arena(4096) as again:
+        assert again.take(torch.uint8, 4096).data_ptr() == place
+        with pytest.raises(AssertionError):
+            again.take(torch.uint8, 1)
+    with spare.arena(1 << 20) as larger:
+        larger.take(torch.uint8, 1 << 20).fill_(1)
