@@ -190,12 +190,10 @@ LEVEL_1 = [
 @pytest.mark.parametrize(
     ("workflow", "attacks"),
     [
-        pytest.param("sag", attacks_of("sag"), id="sag"),
         pytest.param("level-1", LEVEL_1, id="level-1"),
         *(
             pytest.param(name, attacks_of(name), id=f"all-{name}", marks=pytest.mark.slow)
             for name in attacking_site.JOBS
-            if name != "sag"
         ),
     ],
 )

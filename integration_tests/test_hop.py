@@ -69,7 +69,8 @@ def check_client_records(result: RunResult) -> None:
         assert {sample.process for sample in found.samples} == {"job", "trainer"}
 
 
-@pytest.mark.parametrize("launch_once", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launch_once", [True, False])
 def test_trainer_that_leaves_and_a_result_that_is_lost(run_job: JobRunner, tmp_path: Path, launch_once: bool):
     """The client job has the result when the trainer's `send` returns, and sends it until it arrives."""
     elsewhere = tmp_path / "elsewhere"

@@ -26,7 +26,7 @@ FAULTY = Path(__file__).parent / "faulty_trainer.py"
         ("level-2", "pytorch", False, False),
         pytest.param("level-3", "pytorch", True, False, marks=pytest.mark.slow),
         pytest.param("level-3", "pytorch", False, True, marks=pytest.mark.slow),
-        ("level-2", "numpy", True, False),
+        pytest.param("level-2", "numpy", True, False, marks=pytest.mark.slow),
         pytest.param("level-2", "numpy", False, True, marks=pytest.mark.slow),
         pytest.param("level-3", "numpy", True, True, marks=pytest.mark.slow),
     ],

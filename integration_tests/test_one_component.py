@@ -17,7 +17,9 @@ SITES = [1, 2]
 WITNESS = Path(__file__).parent / "witnesses" / "witness.py"
 
 
-@pytest.mark.parametrize(("exchange", "difference"), [("pytorch", False), ("numpy", True)])
+@pytest.mark.parametrize(
+    ("exchange", "difference"), [pytest.param("pytorch", False, marks=pytest.mark.slow), ("numpy", True)]
+)
 def test_a_stock_job_with_the_component_gives_what_it_gives_without(run_job: JobRunner, exchange, difference):
     """Received values are lazy, on disk, and come to the right model; nothing is left of them afterwards."""
     job = FLJob(mode="level-1", exchange=exchange, difference=difference, model_mib=1, tensors=4, rounds=2)

@@ -176,6 +176,7 @@ def test_a_disk_without_room_for_any_result(run_job: JobRunner, tmp_path: Path, 
         assert check(checkpoints) == 0
 
 
+@pytest.mark.slow
 def test_a_disk_that_the_kernel_calls_full(run_job, tmp_path, small_disk):
     """No quota, only a small file system: results that exceed it are skipped, and the job ends well.
 

@@ -63,7 +63,9 @@ def check_model(saved: dict[str, torch.Tensor], job: FLJob) -> None:
         pytest.param(
             *(DECOMPOSERS, True, "pytorch", False, {"on disk"}, {"in memory"}), id="switch", marks=pytest.mark.slow
         ),
-        pytest.param(DECOMPOSERS, True, "numpy", True, {"on disk"}, set(), id="switch-numpy-external"),
+        pytest.param(
+            *(DECOMPOSERS, True, "numpy", True, {"on disk"}, set()), id="switch-numpy-external", marks=pytest.mark.slow
+        ),
         pytest.param(
             *(DECOMPOSERS, False, "pytorch", False, {"in memory"}, {"in memory"}),
             id="no switch",

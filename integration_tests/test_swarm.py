@@ -116,7 +116,7 @@ def check(result: RunResult, job: SwarmJob) -> None:
     assert not left_in(result.workspace.parent / "scratch")
 
 
-@pytest.mark.parametrize("mode", ["level-1", "level-2"])
+@pytest.mark.parametrize("mode", [pytest.param("level-1", marks=pytest.mark.slow), "level-2"])
 def test_swarm_in_process(run_job: JobRunner, mode: str):
     """At level 1 the model equals NVFlare's, at level 2 the exact mean; both leave nothing in scratch."""
     job = SwarmJob(mode=mode, clients=2, model_mib=1, tensors=4, rounds=2)

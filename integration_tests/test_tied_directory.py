@@ -34,9 +34,8 @@ def net(monkeypatch):
     sys.modules.pop("net", None)
 
 
-@pytest.mark.parametrize(
-    "name", ["scaffold", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fedopt", "fedprox"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["scaffold", "fedopt", "fedprox"])
 def test_it_learns_and_stores_the_tied_tensor_once(name, net, tmp_path, monkeypatch):
     """Clients load strictly, so they get every name; the result is a directory of the names that there were."""
     monkeypatch.setenv("NVFLARE_LAZY_SCRATCH", str(tmp_path / "scratch"))

@@ -195,6 +195,7 @@ def test_fedeval(stock_and_lazy, net, tmp_path, level):
     assert len(found) == 2
 
 
+@pytest.mark.slow
 def test_collab_functions_that_aggregate_on_disk(run_job, net, tmp_path):
     """`nvflare_lazy.aggregate` in a server's function: what it returns is sent to the clients as it is."""
     import collab_average

@@ -98,6 +98,7 @@ def _normalized(requirement: str) -> str:
 #: Each has its own behavior after a fork, and a test of it: test_offload.py, scratch/test_processes.py,
 #: tensors/test_processes.py (twice) and tensors/test_parallel_read.py.
 PROCESS_WIDE_STATE = {
+    "aggregation._distributed.parts._spare",
     "transport.offload.runtime",
     "scratch._cleanup_process.cleanup_process",
     "scratch._system._private",

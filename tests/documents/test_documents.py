@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[2]
 HUGGING_FACE = ROOT / "docs" / "tutorials" / "hugging-face.md"
 #: Four jobs of three rounds.
 FIRST_JOB = ROOT / "docs" / "tutorials" / "first-job.md"
-FURTHER = {*(ROOT / "docs").rglob("*.md")} - {HUGGING_FACE, FIRST_JOB}
+#: Jobs whose trainers are separate processes.
+EXTERNAL_TRAINERS = ROOT / "docs" / "how-to" / "external-trainers.md"
+FURTHER = {*(ROOT / "docs").rglob("*.md")} - {HUGGING_FACE, FIRST_JOB, EXTERNAL_TRAINERS}
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(FURTHER)]
 
 
@@ -27,6 +29,7 @@ def test_document(document, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("disposable_temporary_directory")
-def test_first_job(tmp_path):
-    """The tutorial of a job, whose text has the errors."""
-    run_document(FIRST_JOB, tmp_path)
+@pytest.mark.parametrize("document", [FIRST_JOB, EXTERNAL_TRAINERS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_long_document(document, tmp_path):
+    """The documents that run several jobs."""
+    run_document(document, tmp_path)

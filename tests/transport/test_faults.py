@@ -53,7 +53,10 @@ def assert_works(net, sender="site_1"):
     assert not outcome["job left"]
 
 
-@pytest.mark.parametrize(("at", "to_disk"), [(0.1, True), (0.99, True), (0.5, False)])
+@pytest.mark.parametrize(
+    ("at", "to_disk"),
+    [(0.1, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.99, True), (0.5, False)))],
+)
 def test_sender_dies(net, at, to_disk):
     """A sender that is killed on the way costs its transfer and nothing else."""
     victim = net.add("site_9", True)

@@ -48,10 +48,9 @@ def silent(net):
         receiver.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("receive_buffer", [4096, None], ids=["small buffers", "ordinary buffers"])
-@pytest.mark.parametrize(
-    ("mib", "segments"), [(64, 16), pytest.param(1024, 400, marks=pytest.mark.slow)], ids=["64 MiB", "1 GiB"]
-)
+@pytest.mark.parametrize(("mib", "segments"), [(64, 16), (1024, 400)], ids=["64 MiB", "1 GiB"])
 def test_receivers_that_do_not_read(net, silent, receive_buffer, mib, segments):
     """40 receivers that stop reading hold at most 64 MiB, and another one is served as if they were not there."""
     ref_id = net["server"].call(bad_receivers.offer_lazily, mib, 40)
