@@ -9,58 +9,45 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
+from nvflare.apis.dxo import DXO, DataKind
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, ProcessType, ReservedKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
-from nvflare.apis.shareable import ReservedHeaderKey, Shareable
-from nvflare.app_common.app_constant import AlgorithmConstants, AppConstants
+from nvflare.apis.shareable import Shareable
+from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 from nvflare.app_common.ccwf.client_ctl import ClientSideController
 from nvflare.app_common.logging.constants import is_log_streaming_allowed
 
-from nvflare_lazy._text import format_size, logs_printably, parse_size, quoted
+from nvflare_lazy._text import format_size, logs_printably, parse_size
 from nvflare_lazy.aggregation import ParamsType
-from nvflare_lazy.aggregation.schema import CONVERTIBLE
-from nvflare_lazy.errors import ResultMismatchError, ScratchError
+from nvflare_lazy.errors import ScratchError
 from nvflare_lazy.flare import job_context
 from nvflare_lazy.flare.accepted_result import (
-    AcceptedResult,
-    Expectation,
-    accept_number,
-    accept_result,
     check_params_type,
     described,
-    majority_kind,
-    shown,
-    spec_of,
     spec_or_none,
 )
 from nvflare_lazy.flare.client_errors import ERROR_EVENT, LINE, ClientErrors, ErrorRecorder
-from nvflare_lazy.flare.job_context import RunningAggregation
 from nvflare_lazy.flare.job_demand import JobDemand
+from nvflare_lazy.flare.result_acceptance import ResultAcceptance, decoded
 from nvflare_lazy.flare.results_in_memory import cause, is_encrypted, uses_tensor_streaming
 from nvflare_lazy.flare.round_log import RoundLog, RunningRound
 from nvflare_lazy.flare.round_metrics import RoundMetrics
 from nvflare_lazy.flare.round_progress import ProgressReport, RoundProgress
 from nvflare_lazy.flare.site_records import SiteRecords
-from nvflare_lazy.flare.tensor_names import renamed
 from nvflare_lazy.flare.terminal_status import TerminalStatus
-from nvflare_lazy.flare.weights import is_array, is_lazy, is_weight, zero_controls
+from nvflare_lazy.flare.weights import is_lazy, is_weight
 from nvflare_lazy.records import FILE_NAME
 from nvflare_lazy.records.trainer import set_trainer_records
 from nvflare_lazy.scratch import JobScratch
 from nvflare_lazy.scratch.root import set_default_root
-from nvflare_lazy.tensors.converted_sources import CastSource
-from nvflare_lazy.tensors.dtypes import by_torch
-from nvflare_lazy.tensors.entry import TensorEntry
 from nvflare_lazy.transport import offload
 from nvflare_lazy.transport.handoff.hop import Hop
 from nvflare_lazy.transport.limits import PayloadLimits, PayloadSize
@@ -150,12 +137,7 @@ class TensorOffload(FLComponent):
         self._progress: RoundProgress | None = None
         self._terminal: TerminalStatus | None = None
         self._round: int | None = None
-        # Clients whose last result is empty because it was rejected; NVFlare's aggregators accept an empty result.
-        self._emptied: set[str] = set()
-        # Whether results of the round are models or differences: what each client sends, and the first accepted one.
-        self._kinds: dict[str, ParamsType] = {}
-        self._first_kind: ParamsType | None = None
-        self._previous_kind: ParamsType | None = None
+        self._acceptance = ResultAcceptance(self, params_type)
         self._memory: MallocTrimmer | None = None
         self._must_unfreeze = False
         # When a result has its tensors as the client sent them.
@@ -187,7 +169,7 @@ class TensorOffload(FLComponent):
             if event_type == self._complete_at:
                 self._on_result(result, fl_ctx)
             if event_type == EventType.AFTER_TASK_RESULT_FILTER:
-                self._accept(result, fl_ctx)
+                self._acceptance.accept(result, fl_ctx)
         elif event_type == AppEventType.ROUND_STARTED:
             self._start_round(fl_ctx.get_prop(AppConstants.CURRENT_ROUND))
         elif event_type == AppEventType.AFTER_CONTRIBUTION_ACCEPT:
@@ -224,7 +206,7 @@ class TensorOffload(FLComponent):
         elif event_type == AppEventType.BEFORE_CONTRIBUTION_ACCEPT:
             result = fl_ctx.get_prop(AppConstants.TRAINING_RESULT)
             self._on_result(result, fl_ctx)
-            self._accept(result, fl_ctx)
+            self._acceptance.accept(result, fl_ctx)
         elif event_type == AppEventType.AFTER_CONTRIBUTION_ACCEPT:
             self._on_verdict(fl_ctx)
         elif event_type == AppEventType.AFTER_AGGREGATION:
@@ -275,6 +257,7 @@ class TensorOffload(FLComponent):
         self.round_log = RoundLog(
             _records_path(fl_ctx), self._log_line, metrics.send_round, self._errors.explain, warn=self.logger.warning
         )
+        self._acceptance.log = self.round_log
         self._records = SiteRecords(self.round_log, self._scratch, self._settings(), fl_ctx)
         if not is_client or job_context.controller_of(fl_ctx) is not None:
             self._watch(self.round_log, metrics, is_client=is_client)
@@ -437,7 +420,7 @@ class TensorOffload(FLComponent):
                     self._errors.add(client, peer.get_prop(LINE))
                 self.round_log.on_skip(client, f"its task ended with {described(code)}", failed=True)
         try:
-            dxo = _decoded(result)
+            dxo = decoded(result)
         except Exception:
             return  # logged when it is rejected
         if self.round_log is None or not client or dxo is None or dxo.data_kind == DataKind.METRICS:
@@ -459,96 +442,10 @@ class TensorOffload(FLComponent):
             self._warned_of_memory = True
             self.log_warning(fl_ctx, f"Results are in memory, not on disk: {cause(result, fl_ctx)}", fire_event=False)
 
-    def _accept(self, shareable: Any, fl_ctx: FLContext) -> None:
-        """Replace what a client states by plain values, before a controller or aggregator reads it, or reject it."""
-        client, running = job_context.sender_of(fl_ctx), job_context.running_aggregation(fl_ctx)
-        if running.adds_encrypted:
-            return
-        try:
-            dxo = _decoded(shareable)
-        except Exception as error:
-            reason = f"it cannot be decoded: {type(error).__name__}: {quoted(str(error))}"
-            self._reject(client or "a client", shareable, DXO(DataKind.WEIGHTS, data={}), reason, running, fl_ctx)
-            return
-        if not client or dxo is None or dxo.data_kind == DataKind.METRICS:
-            return
-        own_kind = job_context.kind_of_data(dxo.data_kind)
-        if fl_ctx.get_prop(FLContextKey.TASK_NAME) == AppConstants.TASK_SUBMIT_MODEL:
-            running = replace(running, by_nvflare=False, params_type=None, first_kind_wins=False)
-        elif own_kind is not None:
-            self._kinds.setdefault(client, own_kind)
-            running = replace(running, params_type=self.params_type or running.params_type or self._kind_of(running))
-        if own_kind is None and not running.by_nvflare:
-            return
-        try:
-            result, accepted = self._accept_stated(client, dxo, running, fl_ctx)
-        except ResultMismatchError as error:
-            self._reject(client, shareable, dxo, str(error), running, fl_ctx)
-            return
-        accepted.update_shareable(shareable)
-        if self.round_log is not None and result.metrics:
-            self.round_log.on_metrics(client, result.metrics)
-        self._emptied.discard(client)
-        self._first_kind = self._first_kind or result.kind
-        if result.dropped_metrics:
-            self.log_warning(
-                fl_ctx,
-                f"Ignored metrics of {shown(client)} that are not finite numbers: {result.dropped_metrics}",
-                fire_event=False,
-            )
-
-    def _accept_stated(
-        self, client: str, dxo: DXO, running: RunningAggregation, fl_ctx: FLContext
-    ) -> tuple[AcceptedResult, DXO]:
-        reference = job_context.global_weights(fl_ctx)
-        result = accept_result(
-            client,
-            dxo,
-            Expectation(
-                reference,
-                running.exclude,
-                running.params_type,
-                controls=zero_controls(reference) if running.has_controls and reference else None,
-                ignore_unknown=not running.by_nvflare,
-                by_nvflare=running.by_nvflare,
-                names=job_context.tensor_names(fl_ctx),
-                in_tree=job_context.is_in_tree(fl_ctx),
-            ),
-        )
-        if running.by_nvflare and is_encrypted(dxo):
-            raise ResultMismatchError(f"the result of {shown(client)} is encrypted, or processed in another way")
-        if running.ignores_zero_steps and not result.steps:
-            raise ResultMismatchError(f"{shown(client)} reports 0 training steps, which have no weight")
-        return result, _write_back(dxo, result, reference or {})
-
-    def _kind_of(self, running: RunningAggregation) -> ParamsType | None:
-        """Return the kind of the round if NVFlare would take that of the first result, whatever the others send."""
-        return self._previous_kind or self._first_kind if running.first_kind_wins else None
-
-    def _reject(
-        self, client: str, shareable: Shareable, dxo: DXO, reason: str, running: RunningAggregation, fl_ctx: FLContext
-    ) -> None:
-        # Controllers skip a result without tensors, and aggregators tolerate it; none of them tolerates that reading a
-        # tensor fails after half of the result is added.
-        if isinstance(dxo.data, dict):
-            dict.clear(dxo.data)
-        self._emptied.add(client)
-        kind = dxo.data_kind if job_context.kind_of_data(dxo.data_kind) else DataKind.WEIGHTS
-        DXO(kind, data={}).update_shareable(shareable)
-        is_submitted = fl_ctx.get_prop(FLContextKey.TASK_NAME) == AppConstants.TASK_SUBMIT_MODEL
-        if is_submitted or running.has_controls:
-            # Otherwise all clients would evaluate an empty model, or SCAFFOLD would end the job.
-            shareable.set_return_code(ReturnCode.EXECUTION_RESULT_ERROR)
-        if self.round_log is None or self.round_log.on_skip(client, reason):
-            self.log_warning(fl_ctx, f"Rejected the result of {shown(client)}: {reason}", fire_event=False)
-
     def _on_verdict(self, fl_ctx: FLContext) -> None:
         client = job_context.sender_of(fl_ctx)
-        if self.round_log is None or not client:
-            return
-        accepted = bool(fl_ctx.get_prop(AppConstants.AGGREGATION_ACCEPTED)) and client not in self._emptied
-        self._emptied.discard(client)
-        self.round_log.on_verdict(client, accepted=accepted)
+        if self.round_log is not None and client:
+            self.round_log.on_verdict(client, accepted=self._acceptance.is_used(client, fl_ctx))
 
     # ---- failures --------------------------------------------------------------------------------------------------
 
@@ -586,10 +483,7 @@ class TensorOffload(FLComponent):
     def _start_round(self, number: int | None, *, announced: bool = True) -> None:
         self._end_round()
         self._round, self._has_listed_outcomes = number, False
-        if self._kinds:
-            self._previous_kind = majority_kind(self._kinds.values(), self._previous_kind)
-        self._kinds.clear()
-        self._first_kind = None
+        self._acceptance.start_round()
         if self.round_log is not None:
             self.round_log.start_round(number, announced=announced)
 
@@ -642,64 +536,6 @@ def _size_of(value: object) -> PayloadSize:
         tensors += 1
         name_bytes += len(str(name).encode())
     return PayloadSize(nbytes, tensors, name_bytes)
-
-
-def _decoded(result: object) -> DXO | None:
-    """Return the result that NVFlare is processing, or None if it failed or is not a DXO.
-
-    Raises:
-        Exception: If its header names a DXO, and its content is not one.
-    """
-    if not isinstance(result, Shareable) or result.get_return_code() != ReturnCode.OK:
-        return None
-    _make_rounds_plain(result)
-    return from_shareable(result) if result.get_header(ReservedHeaderKey.CONTENT_TYPE) == "DXO" else None
-
-
-def _make_rounds_plain(result: Shareable) -> None:
-    """Make the numbers of rounds that a client states integers: NVFlare compares them with its own."""
-    for name in (AppConstants.START_ROUND, AppConstants.CURRENT_ROUND, AppConstants.NUM_ROUNDS):
-        number = result.get_header(name)
-        if number is not None and (type(number) is not int or number < 0):
-            result.set_header(name, None)
-    jar = result.get_cookie_jar()
-    if jar is None:
-        return
-    if not isinstance(jar, dict):
-        result.set_cookie_jar({})
-    elif type(number := jar.get(AppConstants.CONTRIBUTION_ROUND)) not in (int, type(None)):
-        # Not the number of any round.
-        jar[AppConstants.CONTRIBUTION_ROUND] = described(number)
-
-
-def _write_back(dxo: DXO, result: AcceptedResult, reference: Mapping[str, Any]) -> DXO:
-    """Return the result with the accepted values instead of the received ones."""
-    data, meta = dict(dict.items(dxo.data)), dict(dict.items(dxo.meta))
-    if result.renamed:
-        data = renamed(data, result.renamed)
-        if result.controls is not None:
-            stated_controls = meta[AlgorithmConstants.SCAFFOLD_CTRL_DIFF]
-            meta[AlgorithmConstants.SCAFFOLD_CTRL_DIFF] = renamed(stated_controls, result.renamed)
-        if result.subtree is not None:
-            meta.update(result.subtree.as_meta())
-    for name, entry in result.tensors.items():
-        right = reference.get(name)
-        if right is None:
-            continue
-        dtype = spec_of(right).dtype
-        if entry.dtype != dtype and entry.dtype in CONVERTIBLE:
-            entry = TensorEntry(CastSource(entry.rows(), entry.dtype, dtype), by_torch(dtype), entry.shape)
-        elif is_array(data[name]) == is_array(right):
-            continue
-        data[name] = entry.array() if is_array(right) else entry.lazy()
-    stated = meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND)
-    if stated is not None and type(stated) not in (int, float):
-        meta[MetaKey.NUM_STEPS_CURRENT_ROUND] = result.steps
-    metrics = meta.get(MetaKey.INITIAL_METRICS)
-    if metrics is not None:
-        number = None if isinstance(metrics, dict) else accept_number(metrics)
-        meta[MetaKey.INITIAL_METRICS] = {**result.text_metrics, **(result.metrics or {})} if number is None else number
-    return DXO(dxo.data_kind, data, meta)
 
 
 def _forwards(fl_ctx: FLContext) -> bool:
