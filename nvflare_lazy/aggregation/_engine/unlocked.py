@@ -93,7 +93,7 @@ def _multiply_and_round_twice(
             places = (some.index_select(0, found // width) * width + found % width) // 2
             exact = values.index_select(0, places)
             mantissa, _ = torch.frexp(exact)
-            # The power of two above each value. Zeros and infinities have none, and take any.
+            # The power of two above each value. For zeros and infinities, any power is right.
             power = exact.div(mantissa).nan_to_num_(tiny).clamp_(tiny, max_power)
             again = exact.add(power, alpha=far).sub_(power, alpha=far).copysign_(exact)
             out.index_copy_(0, places, again.to(out.dtype))
