@@ -187,14 +187,12 @@ LEVEL_1 = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workflow", "attacks"),
     [
         pytest.param("level-1", LEVEL_1, id="level-1"),
-        *(
-            pytest.param(name, attacks_of(name), id=f"all-{name}", marks=pytest.mark.slow)
-            for name in attacking_site.JOBS
-        ),
+        *(pytest.param(name, attacks_of(name), id=f"all-{name}") for name in attacking_site.JOBS),
     ],
 )
 def test_a_client_that_attacks_costs_only_its_own_results(

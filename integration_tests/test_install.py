@@ -76,6 +76,7 @@ def test_a_trainer_needs_no_second_model(run_job: JobRunner, tmp_path: Path):
     check(result, nvflare_lazy.open(server_app(result) / "FL_global_model.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_script_in_the_clients_process_says_it_for_the_process(run_job: JobRunner, tmp_path: Path):
     """The client has no component: from the second round at the latest, the script gets lazy tensors."""
     seen = tmp_path / "witness.jsonl"

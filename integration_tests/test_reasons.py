@@ -20,6 +20,7 @@ FAILING = Path(__file__).parent / "failing_trainer.py"
 FAULTS = {"2": "raises", "3": "nan", "4": "large", "5": "killed", "6": "silent"}
 
 
+@pytest.mark.slow
 def test_the_error_for_too_few_results_lists_every_client(run_job: JobRunner, tmp_path: Path):
     """One client raises, one is killed, one sends NaN, one too much, one never answers: each with its own reason."""
     release = tmp_path / "release"

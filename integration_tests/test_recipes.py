@@ -60,6 +60,7 @@ def accuracy(net: Any, path: Path) -> float:
 ARGUMENTS = {"train_script": str(HELLO / "train.py"), "num_rounds": 3}
 
 
+@pytest.mark.slow
 def test_fedavg_learns_and_selects_the_best_model(run, net):
     """The drop-in learns; the best model is the best there was, and the PyTorch file fits the plain class."""
     recipe = FedAvgRecipe(name="avg", model=net.Net(16), min_clients=2, save_pytorch=True, keep_rounds=3, **ARGUMENTS)

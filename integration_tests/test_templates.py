@@ -17,13 +17,10 @@ HELLO = Path(__file__).parent / "hello"
 TEMPLATES = Path(__file__).parents[1] / "job_templates"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "clients"),
-    [
-        ("lazy_fedavg_pt", 2),
-        pytest.param("lazy_fedopt_pt", 2, marks=pytest.mark.slow),
-        pytest.param("lazy_robust_pt", 4, marks=pytest.mark.slow),
-    ],
+    [("lazy_fedavg_pt", 2), ("lazy_fedopt_pt", 2), ("lazy_robust_pt", 4)],
 )
 def test_a_template_makes_a_job_that_runs(tmp_path: Path, template: str, clients: int):
     """`nvflare job create` takes the template, and the simulator runs the resulting job."""
