@@ -42,7 +42,7 @@ from benchmarks.aggregation_limits import (
     read_once,
 )
 from benchmarks.machine import describe_machine
-from benchmarks.measuring import MIB, PeakMemory, Turn, back_memory, in_turns
+from benchmarks.measuring import MIB, BackedMemory, PeakMemory, Turn, in_turns
 from nvflare_lazy.aggregation import Aggregation
 from tests.measure import rss_anon
 
@@ -153,14 +153,18 @@ def measure_limits(folder: Path, options: argparse.Namespace) -> None:
     for case in CASES:
         count, mib = options.contributors * case.share, options.mib // case.share
         contributors = Contributors(folder, count, mib, case.dtype)
+        needed = (count + 4) * contributors.nbytes
         what = f"{case.rule} of {count} × {mib} MiB {str(case.dtype)[6:]}, not waiting for the disk"
-        measure_warm(case, contributors, out, options.rounds, f"\n{what}, from the page cache:")
-        measure_cold(case, contributors, out, options.rounds, f"\n{what}, from the disk:")
+        with BackedMemory(needed) as backed:
+            measure_warm(case, contributors, out, options.rounds, backed, f"\n{what}, from the page cache:")
+            measure_cold(case, contributors, out, options.rounds, backed, f"\n{what}, from the disk:")
         for path in contributors.paths:
             path.unlink()
 
 
-def measure_warm(case: LimitCase, contributors: Contributors, out: Path, rounds: int, title: str) -> None:
+def measure_warm(
+    case: LimitCase, contributors: Contributors, out: Path, rounds: int, backed: BackedMemory, title: str
+) -> None:
     """Time one case with contributions in the page cache."""
     cores = len(os.sched_getaffinity(0))
     count, nbytes, dtype = len(contributors.paths), contributors.nbytes, case.dtype
@@ -171,7 +175,7 @@ def measure_warm(case: LimitCase, contributors: Contributors, out: Path, rounds:
     def clear() -> None:
         out.unlink(missing_ok=True)
         os.sync()
-        back_memory(2 * nbytes)
+        backed.touch()
 
     rivals: dict[str, Callable[[], object]] = {
         "read and write": lambda: plain(NoArithmetic),
@@ -190,14 +194,16 @@ def measure_warm(case: LimitCase, contributors: Contributors, out: Path, rounds:
         judge(seconds, limit, case.most)
 
 
-def measure_cold(case: LimitCase, contributors: Contributors, out: Path, rounds: int, title: str) -> None:
+def measure_cold(
+    case: LimitCase, contributors: Contributors, out: Path, rounds: int, backed: BackedMemory, title: str
+) -> None:
     """Time one case with contributions that are not in the page cache."""
 
     def clear() -> None:
         out.unlink(missing_ok=True)
         os.sync()
         make_cold(contributors.paths)
-        back_memory((len(contributors.paths) + 2) * contributors.nbytes)
+        backed.touch()
 
     rivals: dict[str, Callable[[], object]] = {
         "read once": lambda: read_once(contributors.paths, direct=False),

@@ -38,7 +38,7 @@ import torch
 
 import nvflare_lazy
 from benchmarks.machine import describe_machine
-from benchmarks.measuring import MIB, back_memory, in_turns
+from benchmarks.measuring import MIB, BackedMemory, in_turns
 from nvflare_lazy._system import available_cores
 from nvflare_lazy._text import parse_size
 from nvflare_lazy.aggregation import Aggregation
@@ -96,7 +96,10 @@ def measure(mib: int, count: int, rounds: int, number: int) -> Constants:
         inputs = _contributions(Path(folder, "large"), mib, count)
         tiny = _contributions(Path(folder, "tiny"), 1, count)
         outs = {name: Path(folder, f"{name}.safetensors") for name in (ONE, WORKERS)}
-        with Workers({"name": "processes", "max_workers": number}) as workers:
+        with (
+            BackedMemory((count + 4) * mib * MIB) as backed,
+            Workers({"name": "processes", "max_workers": number}) as workers,
+        ):
             start = time.perf_counter()
             for future in [workers.executor.submit(_import) for _ in range(4 * number)]:
                 future.result()
@@ -121,7 +124,7 @@ def measure(mib: int, count: int, rounds: int, number: int) -> Constants:
                     for out in outs.values():
                         out.unlink(missing_ok=True)
                     os.sync()
-                    back_memory(2 * mib * MIB)
+                    backed.touch()
 
                 for rival in rivals.values():
                     rival()

@@ -14,11 +14,14 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from tests.measure import rss_anon
 
 MIB = 1 << 20
 GIB = 1 << 30
+# What the system itself needs.
+_MARGIN_BYTES = GIB
 
 
 class PeakMemory:
@@ -55,13 +58,47 @@ class PeakMemory:
         self.growth = max(self.growth, rss_anon() - self._before)
 
 
-def back_memory(nbytes: int) -> None:
-    """Touch free memory, which the page cache takes next.
+class BackedMemory:
+    """Has the host of a virtual machine back the free memory, which the page cache and the rivals take next.
 
-    The host of a virtual machine may have taken it back. Taking it again costs as much processor time as reading, at
-    random moments: a loop of 0.25 s took up to 0.63 s.
+    Hosts take free memory back within seconds, in blocks as large as huge pages, and giving it again costs up to 2.4
+    seconds of processor time for a GiB: five times as much as reading a file, for large pages of the page cache only.
+    So this holds all memory except for what is needed, and `touch()` touches the rest.
+
+    Args:
+        needed: Bytes for the page cache and the rivals.
+
+    Example:
+        >>> with BackedMemory(4 * GIB) as memory:
+        ...     in_turns(rivals, 5, memory.touch)
     """
-    mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
+
+    def __init__(self, needed: int) -> None:
+        self._needed = needed + _MARGIN_BYTES
+
+    def __enter__(self) -> BackedMemory:
+        rest = _kernel_bytes("MemAvailable") - self._needed
+        if rest < 0:
+            raise SystemExit(f"{-rest / GIB:.1f} GiB of memory are missing: choose smaller models")
+        self._held = _touched(rest)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._held.close()
+
+    def touch(self) -> None:
+        """Touch the free memory."""
+        _touched(max(_kernel_bytes("MemFree") - _MARGIN_BYTES // 2, mmap.PAGESIZE)).close()
+
+
+def _touched(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+
+
+def _kernel_bytes(name: str) -> int:
+    """Return a value of /proc/meminfo in bytes."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
 class Turn(float):
