@@ -8,7 +8,6 @@ that are not finite, and a block of integers or complex numbers, is compared in 
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,9 +37,6 @@ _BLOCK = 1 << 18
 _PART = 1 << 16
 # Elements that a thread takes at once.
 _PIECE = 1 << 20
-# Bytes that the disk may be ahead of the comparison, so that it works while the threads compute: with 32 MiB, a
-# comparison read at 0.8 of the rate of the disk.
-_AHEAD = 128 << 20
 # Two models, five arrays of real numbers, two of bools, four of integers as wide as an element, and gaps.
 _ARENA = _BLOCK * (2 * 16 + 5 * 8 + 2 + 4 * 8) + (64 << 10)
 # The type of the bits of a number.
@@ -146,14 +142,6 @@ class _Pair:
     @property
     def element_bytes(self) -> int:
         return self.dtypes[0].itemsize + self.dtypes[1].itemsize
-
-    def prefetch(self, start: int, count: int) -> None:
-        """Have the kernel read elements that are in files."""
-        for source, dtype in zip((self.a, self.b), self.dtypes, strict=True):
-            place = source.file_range()
-            if place is not None:
-                file, offset = place
-                file.prefetch(offset + start * dtype.itemsize, count * dtype.itemsize)
 
 
 class _Piece(NamedTuple):
@@ -322,26 +310,8 @@ def _run(
             sums[index].add(part)
 
     plan = MemoryPlan(threads or available_cores(), _BLOCK, _ARENA)
-    run_tiles(_read_ahead(_tasks(pairs), pairs), work, plan, PassMonitor(), collect=collect)
+    run_tiles(_tasks(pairs), work, plan, PassMonitor(), collect=collect)
     return sums
-
-
-def _read_ahead(tasks: Iterator[list[_Piece]], pairs: Sequence[_Pair]) -> Iterator[list[_Piece]]:
-    """Yield the tasks after the kernel was asked to read their bytes."""
-    waiting: deque[tuple[list[_Piece], int]] = deque()
-    ahead = 0
-    for task in tasks:
-        for piece in task:
-            pairs[piece.pair].prefetch(piece.start, piece.length)
-        nbytes = sum(piece.length * pairs[piece.pair].element_bytes for piece in task)
-        waiting.append((task, nbytes))
-        ahead += nbytes
-        while ahead > _AHEAD:
-            first, nbytes = waiting.popleft()
-            ahead -= nbytes
-            yield first
-    for first, _ in waiting:
-        yield first
 
 
 def _tasks(pairs: Sequence[_Pair]) -> Iterator[list[_Piece]]:

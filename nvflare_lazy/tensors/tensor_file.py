@@ -15,7 +15,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -210,14 +210,6 @@ class TensorFile(OpenFile):
         finally:
             del descriptor  # the traceback of an error must not keep the file open
         return memoryview(mapping)[before:]
-
-    def prefetch(self, offset: int, nbytes: int) -> None:
-        """Have the kernel read bytes that will be needed soon, without waiting, unless they are in the page cache."""
-        with self.descriptor() as fd, suppress(OSError):  # a hint
-            try:
-                os.preadv(fd, (bytearray(1),), offset + nbytes - 1, os.RWF_NOWAIT)
-            except OSError:  # it would wait, or the file system cannot tell
-                os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def source(self, offset: int, nbytes: int) -> FileSource:
         return FileSource(self, offset, nbytes)

@@ -32,7 +32,6 @@ def _small_blocks(monkeypatch):
     monkeypatch.setattr(comparison, "_BLOCK", 512)
     monkeypatch.setattr(comparison, "_PART", 200)
     monkeypatch.setattr(comparison, "_PIECE", 1200)
-    monkeypatch.setattr(comparison, "_AHEAD", 20_000)
 
 
 def one(a, b, tolerance=None):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 import nvflare_lazy
-from benchmarks.aggregation_limits import cached_bytes, make_cold
 from nvflare_lazy.errors import TruncatedSourceError
 from nvflare_lazy.formats import open_safetensors, save
 from nvflare_lazy.tensors.byte_source import MemorySource
@@ -149,22 +147,3 @@ def test_a_mapping_does_not_write_to_its_file(tmp_path):
     memory = file.map(12, 1 << 20)
     memory[:] = bytes(1 << 20)
     assert lazy_part(file).materialize()[5] == 5
-
-
-def test_prefetch(tmp_path):
-    """Bytes come into the page cache without a read of this process; others stay on the disk."""
-    path, mib = tmp_path / "file", 1 << 20
-    path.write_bytes(bytes(16 * mib))
-    file = TensorFile(path)
-    try:
-        make_cold([path])
-    except RuntimeError:
-        pytest.skip("this file system keeps its files in memory")
-    before = rchar()
-    file.prefetch(4 * mib, 4 * mib)
-    deadline = time.monotonic() + 30
-    while cached_bytes(path) < 4 * mib and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert 4 * mib <= cached_bytes(path) < 6 * mib
-    assert rchar() - before < mib
-    file.prefetch(0, 16 * mib + 1)  # beyond the end: a hint cannot fail
