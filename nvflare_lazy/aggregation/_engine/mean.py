@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from nvflare_lazy.aggregation._engine._exact_sum import (
@@ -40,7 +41,6 @@ MEAN_BYTES = 8 + max(8, ROUNDING_BYTES)
 _PARTS = 3
 _MAX_TOTAL = 1 << 38
 _MAX_EXACT_INTEGER = 2.0**51
-_ROW = 512
 _MAX_AT_ONCE = 1 << 14
 
 
@@ -294,11 +294,12 @@ class _Mean:
             torch.sub(means, nearest, out=distance).abs_()
             if not torch.isfinite(distance.sum()):
                 distance.nan_to_num_(nan=math.inf)
-            for places in _rows_below(distance, error):
-                near = nearest[places]
-                is_halfway = near.to(self._out.dtype).double() != near
-                is_small = means[places].abs() < error * 2**12
-                yield places[(distance[places] <= error) & (is_halfway | is_small)]
+            # NumPy compares and searches several times as fast as torch.
+            places = torch.from_numpy(np.flatnonzero(distance.numpy() <= error))
+            near = nearest[places]
+            is_halfway = near.to(self._out.dtype).double() != near
+            is_small = means[places].abs() < error * 2**12
+            yield places[is_halfway | is_small]
 
     def _nearest_halfway(self, means: torch.Tensor) -> torch.Tensor:
         """Round means to the nearest number of the dtype or the nearest point halfway between two, in place."""
@@ -348,14 +349,3 @@ class _Mean:
             return [(places, from_python([round(mean) for mean in exact], self._out.dtype))]
         means[places] = torch.tensor([round_to_odd(mean) for mean in exact], dtype=torch.float64)
         return []
-
-
-def _rows_below(distance: torch.Tensor, error: float) -> Iterator[torch.Tensor]:
-    """Yield all positions in the rows of a tile that contain a distance of at most `error`."""
-    whole = distance.numel() // _ROW * _ROW
-    if whole:
-        rows = (distance[:whole].view(-1, _ROW).amin(1) <= error).nonzero()
-        for some in torch.split(rows, _MAX_AT_ONCE // _ROW):
-            yield (some * _ROW + torch.arange(_ROW)).view(-1)
-    if whole < distance.numel():
-        yield torch.arange(whole, distance.numel())

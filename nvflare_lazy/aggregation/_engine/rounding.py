@@ -46,6 +46,8 @@ ROUNDING_BYTES = 8
 _EXPONENT = 0x7FF << 52
 # The lower half of a float32 halfway between two bfloat16 numbers, as an integer: the least int16.
 _HALFWAY = -(1 << 15)
+# The sign of a bfloat16 number, the same bits.
+_SIGN = _HALFWAY
 # Elements of a tile that are searched together for such halves.
 _ROW = 256
 # Far beyond the range of the narrow types, and far below the maximum of float64.
@@ -111,7 +113,8 @@ def _far(step: float) -> float:
 def _round_to_bfloat16(out: torch.Tensor, values: torch.Tensor, arena: Arena, factor: float) -> float:
     """Round twice, by way of float32, which is fast, and round the few again that may be wrong; return the sum.
 
-    Only values that the first rounding moved halfway between two numbers can be wrong.
+    Only values that the first rounding moved halfway between two numbers can be wrong. If there are many, all are
+    rounded in one step.
     """
     step, tiny = _PRECISIONS[torch.bfloat16]
     total, count = 0.0, values.numel()
@@ -124,10 +127,11 @@ def _round_to_bfloat16(out: torch.Tensor, values: torch.Tensor, arena: Arena, fa
         arena.release(mark)
         single = arena.take(torch.float32, end - begin)  # in the same memory
         least = arena.take(torch.int16, (end - begin) // row)
-        total += multiply_and_round_twice(
-            out[begin:end],
+        results, exact = out[begin:end], values[begin:end]
+        added = multiply_and_round_twice(
+            results,
             single,
-            values[begin:end],
+            exact,
             halves,
             least,
             factor,
@@ -137,7 +141,26 @@ def _round_to_bfloat16(out: torch.Tensor, values: torch.Tensor, arena: Arena, fa
             far=_far(step / 2),
         )
         arena.release(mark)
+        if added is None:
+            added = _round_again(results, exact, arena)
+            arena.release(mark)
+        total += added
     return total
+
+
+def _round_again(out: torch.Tensor, values: torch.Tensor, arena: Arena) -> float:
+    """Round float64 values to bfloat16 in one step, and return the sum.
+
+    Args:
+        out: The results; its signs, which a result of zero would lose, are right already.
+        values: The values; overwritten.
+        arena: Memory for intermediate values.
+    """
+    to_precision(values, torch.bfloat16, arena)
+    bits = arena.take(torch.int16, values.numel())
+    bits.view(torch.bfloat16).copy_(values)
+    out.view(torch.int16).bitwise_and_(_SIGN).bitwise_or_(bits)
+    return float(out.sum())
 
 
 def _round_to_integer(out: torch.Tensor, values: torch.Tensor) -> None:

@@ -60,7 +60,8 @@ def _multiply_and_round(out: Tensor, values: Tensor, factor: float) -> float:
 
 
 # Multiply float64 values, round them to bfloat16 by way of float32, and return the sum of the results. Values whose
-# float32 is halfway between two results are rounded again, in one step, as `to_precision` does.
+# float32 is halfway between two results are rounded again, in one step, as `to_precision` does; if there are many, such
+# as in a mean with equal weights, return None instead, after the multiplication.
 # `halves` are the bits of `single`, and `least` has one element for each row of them.
 def _multiply_and_round_twice(
     out: Tensor,
@@ -73,7 +74,7 @@ def _multiply_and_round_twice(
     tiny: float,
     max_power: float,
     far: float,
-) -> float:
+) -> float | None:
     if factor != 1.0:
         values.mul_(factor)
     single.copy_(values)
@@ -82,6 +83,8 @@ def _multiply_and_round_twice(
     rows = halves.view(least.numel(), -1)
     torch.amin(rows, [1], False, out=least)
     candidates = (least == halfway).nonzero().view(-1)
+    if candidates.numel() > least.numel() // 4:
+        return None
     if candidates.numel() > 0:
         width = rows.size(1)
         piece = 64 if width % 64 == 0 else width
