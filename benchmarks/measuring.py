@@ -61,9 +61,9 @@ class PeakMemory:
 class BackedMemory:
     """Has the host of a virtual machine back the free memory, which the page cache and the rivals take next.
 
-    Hosts take free memory back within seconds, in blocks as large as huge pages, and giving it again costs up to 2.4
-    seconds of processor time for a GiB: five times as much as reading a file, for large pages of the page cache only.
-    So this holds all memory except for what is needed, and `touch()` touches the rest.
+    Hosts take free memory back within seconds, in blocks of the size of huge pages. Backing such a block again can take
+    several times as long as reading a file into it, and who takes which block is chance. So this holds all memory that
+    the rivals do not need, and `touch()` touches the free rest.
 
     Args:
         needed: Bytes for the page cache and the rivals.
