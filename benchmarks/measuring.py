@@ -62,8 +62,8 @@ class BackedMemory:
     """Has the host of a virtual machine back the free memory, which the page cache and the rivals take next.
 
     Hosts take free memory back within seconds, in blocks of the size of huge pages. Backing such a block again can take
-    several times as long as reading a file into it, and who takes which block is chance. So this holds all memory that
-    the rivals do not need, and `touch()` touches the free rest.
+    several times as long as reading a file into it, and which rival gets which blocks is chance. So this holds all
+    memory that the rivals do not need, and `touch()` touches the free rest.
 
     Args:
         needed: Bytes for the page cache and the rivals.

@@ -18,6 +18,7 @@ import torch
 from nvflare_lazy._system import available_cores
 from nvflare_lazy.aggregation._engine.memory_plan import MemoryPlan
 from nvflare_lazy.aggregation._engine.tile_pool import PassMonitor, run_tiles
+from nvflare_lazy.aggregation._engine.unlocked import differences
 from nvflare_lazy.tensors.entry import entry_of
 
 if TYPE_CHECKING:
@@ -377,35 +378,31 @@ class _Block:
     def fast(self, tolerance: Tolerance) -> _Sums | None:
         """Return the sums, or None if values are not real, not finite, or out of the range of squares.
 
-        torch adds faster than NumPy, and NumPy compares faster than torch.
+        NumPy compares and counts faster than torch.
         """
         if not self._pair.is_real:
             return None
         x, y = self._wide(self.a), self._wide(self.b)
         errors, error = self._take(x.dtype)
         ratios, ratio = self._take(x.dtype)
-        squares = [_sum_of_squares(values, ratios) for values in (x, y)]
-        found = _Sums(finite=self._count, squares_a=squares[0], squares_b=squares[1])
-        if not (_is_precise(found.squares_a, x) and _is_precise(found.squares_b, y)):
+        squares_a, squares_b, max_abs, *others = differences(x, y, errors, ratios)
+        if not (_is_precise(squares_a, x) and _is_precise(squares_b, y)):
             return None
+        found = _Sums(finite=self._count, squares_a=squares_a, squares_b=squares_b, max_abs=max_abs)
         _, mask = self._take(torch.bool)
-        np.abs(np.subtract(x.numpy(), y.numpy(), out=error), out=error)
-        found.max_abs = float(error.max())
-        if not found.max_abs:
+        if not others:
             found.not_zero = int(np.count_nonzero(np.not_equal(y.numpy(), 0, out=mask)))
             return found
-        found.sum_abs, found.squares = float(errors.sum()), _sum_of_squares(errors, ratios)
-        size = np.abs(y.numpy(), out=ratio)
+        found.sum_abs, found.squares, found.max_rel, found.sum_rel = others
         if tolerance.rtol:
             _, limit = self._take(x.dtype)
-            np.add(np.multiply(size, tolerance.rtol, out=limit), tolerance.atol, out=limit)
+            np.multiply(np.abs(y.numpy(), out=limit), tolerance.rtol, out=limit)
+            np.add(limit, tolerance.atol, out=limit)
             found.different = int(np.count_nonzero(np.greater(error, limit, out=mask)))
         elif found.max_abs > tolerance.atol:
             found.different = int(np.count_nonzero(np.greater(error, tolerance.atol, out=mask)))
         zeros = None
         found.not_zero = self._count
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            found.max_rel, found.sum_rel = float(np.divide(error, size, out=ratio).max()), float(ratios.sum())
         if not math.isfinite(found.sum_rel):
             # With zeros in b, some ratios are infinite or undefined.
             zeros = np.equal(y.numpy(), 0, out=mask)
@@ -517,11 +514,6 @@ def _table(dtype: torch.dtype, wide: torch.dtype) -> Array:
     """Return the values of a type of 8 bits, by their bits."""
     values: Array = torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32).to(wide).numpy()
     return values
-
-
-def _sum_of_squares(values: torch.Tensor, memory: torch.Tensor) -> float:
-    """Return a sum with the digits of the type: torch sums in a tree, and `torch.dot` lost 3 digits of equal values."""
-    return float(torch.mul(values, values, out=memory).sum())
 
 
 def _is_precise(squares: float, values: torch.Tensor) -> bool:

@@ -121,7 +121,26 @@ def _sort(wires: list[Tensor], spare: Tensor, lows: list[int], highs: list[int],
     return wires
 
 
+# Compare real numbers; `errors` receives the absolute differences of `x` and `y`, and `ratios` their ratios to `y`.
+# The results are the sums of the squares of `x` and of `y`; then of the differences the maximum, the sum, and the sum
+# of squares; then of the ratios the maximum and the sum. If the maximum difference is zero, the results end with it.
+def _differences(x: Tensor, y: Tensor, errors: Tensor, ratios: Tensor) -> list[float]:
+    # Torch sums in a tree; `torch.dot` lost three digits of equal values.
+    found = [float(torch.mul(values, values, out=ratios).sum()) for values in [x, y]]
+    torch.sub(x, y, out=errors).abs_()
+    found.append(float(errors.amax()))
+    if found[2] != 0.0:
+        found.append(float(errors.sum()))
+        found.append(float(torch.mul(errors, errors, out=ratios).sum()))
+        torch.abs(y, out=ratios)
+        torch.div(errors, ratios, out=ratios)
+        found.append(float(ratios.amax()))
+        found.append(float(ratios.sum()))
+    return found
+
+
 add_term = _unlocked(_add_term)
 multiply_and_round = _unlocked(_multiply_and_round)
 multiply_and_round_twice = _unlocked(_multiply_and_round_twice)
 sort = _unlocked(_sort)
+differences = _unlocked(_differences)

@@ -15,7 +15,7 @@ from nvflare_lazy.aggregation._engine.rounding import round_into
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NAMES = ("add_term", "multiply_and_round", "multiply_and_round_twice", "sort")
+NAMES = ("add_term", "differences", "multiply_and_round", "multiply_and_round_twice", "sort")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,6 +53,20 @@ def test_comparisons(sort: Callable[..., list[torch.Tensor]], needs: int) -> Non
         assert torch.equal(low, values.amin(0))
     if needs & 2:
         assert torch.equal(high, values.amax(0))
+
+
+@pytest.mark.parametrize("differences", [unlocked.differences, unlocked._differences])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_differences(differences: Callable[..., list[float]], dtype: torch.dtype) -> None:
+    x, y = torch.randn(2, 1003, generator=torch.Generator().manual_seed(4), dtype=dtype)
+    errors, ratios = torch.empty_like(x), torch.empty_like(x)
+    found = differences(x, y, errors, ratios)
+    expected = (x - y).abs()
+    assert torch.equal(errors, expected)
+    assert torch.equal(ratios, expected / y.abs())
+    sums = [x.square().sum(), y.square().sum(), expected.amax(), expected.sum(), expected.square().sum()]
+    assert found == pytest.approx([*map(float, sums), float(ratios.amax()), float(ratios.sum())], rel=1e-5)
+    assert differences(x, x, errors, ratios)[2:] == [0.0]
 
 
 @pytest.mark.parametrize("count", [1, 127, 128, 129, 5000])
