@@ -17,6 +17,7 @@ import torch
 
 from nvflare_lazy._system import available_cores
 from nvflare_lazy.aggregation._engine.memory_plan import MemoryPlan
+from nvflare_lazy.aggregation._engine.read_ahead import FileRange, ReadAhead, Step
 from nvflare_lazy.aggregation._engine.tile_pool import PassMonitor, run_tiles
 from nvflare_lazy.aggregation._engine.unlocked import differences
 from nvflare_lazy.tensors.entry import entry_of
@@ -143,6 +144,14 @@ class _Pair:
     @property
     def element_bytes(self) -> int:
         return self.dtypes[0].itemsize + self.dtypes[1].itemsize
+
+    def file_ranges(self, start: int, count: int) -> list[FileRange]:
+        """Return the places of elements that are in files."""
+        ranges = (
+            FileRange.of(source, start * dtype.itemsize, count * dtype.itemsize)
+            for source, dtype in zip((self.a, self.b), self.dtypes, strict=True)
+        )
+        return [each for each in ranges if each is not None]
 
 
 class _Piece(NamedTuple):
@@ -301,8 +310,10 @@ def _run(
                 mark = arena.mark()
                 part.add(_compare(pair, start, count, arena, tolerance))
                 arena.release(mark)
+            nbytes = piece.length * pair.element_bytes
+            ahead.advance(nbytes)
             if progress is not None:
-                progress(piece.length * pair.element_bytes)
+                progress(nbytes)
             found.append((piece.pair, part))
         return found
 
@@ -311,8 +322,15 @@ def _run(
             sums[index].add(part)
 
     plan = MemoryPlan(threads or available_cores(), _BLOCK, _ARENA)
-    run_tiles(_tasks(pairs), work, plan, PassMonitor(), collect=collect)
+    with ReadAhead(_steps(pairs)) as ahead:
+        run_tiles(_tasks(pairs), work, plan, PassMonitor(), collect=collect)
     return sums
+
+
+def _steps(pairs: Sequence[_Pair]) -> Iterator[Step]:
+    for task in _tasks(pairs):
+        ranges = [each for piece in task for each in pairs[piece.pair].file_ranges(piece.start, piece.length)]
+        yield Step(sum(piece.length * pairs[piece.pair].element_bytes for piece in task), ranges)
 
 
 def _tasks(pairs: Sequence[_Pair]) -> Iterator[list[_Piece]]:

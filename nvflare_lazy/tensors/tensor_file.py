@@ -15,7 +15,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -210,6 +210,19 @@ class TensorFile(OpenFile):
         finally:
             del descriptor  # the traceback of an error must not keep the file open
         return memoryview(mapping)[before:]
+
+    def is_in_page_cache(self, offset: int) -> bool:
+        """Return whether a byte can be read without the disk; False if the file system cannot tell."""
+        with self.descriptor() as fd, suppress(OSError, AttributeError):  # Linux only
+            return os.preadv(fd, (bytearray(1),), offset, os.RWF_NOWAIT) == 1
+        return False
+
+    def read_into_page_cache(self, offset: int, nbytes: int) -> None:
+        """Have the kernel read bytes, without a copy of them."""
+        end = offset + nbytes
+        with self.descriptor() as fd, open(os.devnull, "wb", buffering=0) as nowhere:
+            while offset < end and (count := os.sendfile(nowhere.fileno(), fd, offset, end - offset)):
+                offset += count
 
     def source(self, offset: int, nbytes: int) -> FileSource:
         return FileSource(self, offset, nbytes)
