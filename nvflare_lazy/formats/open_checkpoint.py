@@ -31,6 +31,7 @@ from nvflare_lazy.formats.safetensors.shards import (
 )
 from nvflare_lazy.remote import is_url, list_directory, open_file
 from nvflare_lazy.remote.url import display, parent, with_suffix
+from nvflare_lazy.tensors.tensor_file import TensorFile
 
 #: Where NVFlare's PyTorch persistor keeps the weights in its files.
 NVFLARE_SECTION = "model"
@@ -147,7 +148,11 @@ def _open_file(path: str, section: str | None, *, is_shard: bool) -> LazyTensorD
     if not is_shard and _is_index(head, path):
         _refuse_section(path, section)
         directory = parent(path) if is_url(path) else os.path.dirname(path)
-        return open_index(file, lambda name: _open_file(in_directory(directory, name), None, is_shard=True))
+        opened = open_index(file, lambda name: _open_file(in_directory(directory, name), None, is_shard=True))
+        # Names of shards are free again after the checkpoint was one file for a time.
+        if isinstance(file, TensorFile) and not file.is_still_at(path):
+            raise MissingShardError(f"{path} was replaced while its shards were opened; open it again")
+        return opened
     raise UnknownFormatError(
         f"{file.path} is not a checkpoint. It is {_describe_unknown(bytes(head[:512]), file.size)}"
     )

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 import nvflare_lazy
 from nvflare_lazy.errors import MissingShardError, SectionError, ShardError, ShardIndexError, UnknownFormatError
+from nvflare_lazy.formats import LazyTensorDict, open_checkpoint
 from nvflare_lazy.formats.safetensors.shards import ShardName, parse_shard_name, read_weight_map
 from nvflare_lazy.tensors.tensor_file import TensorFile
 
@@ -273,6 +274,31 @@ def test_an_index_of_pytorch_files_counts_alone(tmp_path: Path) -> None:
     torch.save({"a": torch.tensor([1])}, tmp_path / "pytorch_model-1.bin")
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "pytorch_model-1.bin"}}))
     assert contents(tmp_path) == {"a": [1]}
+
+
+def test_two_saves_while_the_shards_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a save as one file, the next save can use the names of the old shards."""
+    path = tmp_path / "model.safetensors"
+
+    def save(value: int, max_shard_size: int | None) -> None:
+        nvflare_lazy.save({name: torch.full((8,), value) for name in "abcd"}, path, max_shard_size=max_shard_size)
+
+    save(0, None)
+    save(1, 100)
+    open_one, opened = open_checkpoint.open_safetensors, []
+
+    def open_slowly(name: str, file: TensorFile) -> LazyTensorDict:
+        found = open_one(name, file)
+        opened.append(name)
+        if len(opened) == 1:
+            save(2, None)
+            save(3, 100)
+        return found
+
+    monkeypatch.setattr(open_checkpoint, "open_safetensors", open_slowly)
+    values = nvflare_lazy.open(path)
+    assert {int(tensor[0]) for tensor in values.values()} == {3}
+    assert len(set(opened)) < len(opened)  # the names are the same
 
 
 def test_opening_while_it_is_saved_again_and_again(tmp_path: Path) -> None:
