@@ -30,6 +30,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,10 +97,7 @@ def measure(mib: int, count: int, rounds: int, number: int) -> Constants:
         inputs = _contributions(Path(folder, "large"), mib, count)
         tiny = _contributions(Path(folder, "tiny"), 1, count)
         outs = {name: Path(folder, f"{name}.safetensors") for name in (ONE, WORKERS)}
-        with (
-            BackedMemory((count + 4) * mib * MIB) as backed,
-            Workers({"name": "processes", "max_workers": number}) as workers,
-        ):
+        with Workers({"name": "processes", "max_workers": number}) as workers, ExitStack() as held:
             start = time.perf_counter()
             for future in [workers.executor.submit(_import) for _ in range(4 * number)]:
                 future.result()
@@ -113,6 +111,8 @@ def measure(mib: int, count: int, rounds: int, number: int) -> Constants:
             tiny_run()
             caller = statistics.median(in_turns({"tiny": tiny_run}, rounds)["tiny"])
             print(f"aggregation of {count} models of 1 MiB by the workers: {caller:.3f} s")
+            # Now that the workers have started: a process of this size takes longer to start others.
+            backed = held.enter_context(BackedMemory((count + 4) * mib * MIB))
             per_core = {}
             for rule in RULES:
                 rivals = {
