@@ -32,19 +32,20 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-# Elements that are read and compared at once. In smaller blocks, threads spend more time in waiting for the interpreter
-# than in computing.
-_BLOCK = 1 << 18
-# Elements that are compared at once in float64, with many arrays that fit into the cache of a core.
-_PART = 1 << 16
-# Elements that a thread takes at once.
+# Elements that a thread takes, and elements that it reads at once, if they do not have more bytes. With smaller blocks,
+# threads spend more time in waiting for the interpreter than in computing.
 _PIECE = 1 << 20
-# Two models, five arrays of real numbers, two of bools, four of integers as wide as an element, and gaps.
-_ARENA = _BLOCK * (2 * 16 + 5 * 8 + 2 + 4 * 8) + (64 << 10)
+_BLOCK = 1 << 19
+_BLOCK_BYTES = 2 << 20
+# Elements of one comparison, and of one comparison in float64, whose many arrays fit into the cache of a core.
+_PART = 1 << 18
+_EXACT_PART = 1 << 16
+# Two models; four arrays of real numbers, and four of integers as wide as an element; gaps.
+_ARENA = 2 * _BLOCK_BYTES + _PART * (4 * 8 + 4 * 8) + (64 << 10)
+# Elements whose squares and largest difference are computed together: the sum of more squares loses digits.
+_ROW = 128
 # The type of the bits of a number.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Sums of squares between these have all digits of float32.
-_MIN_SQUARES, _MAX_SQUARES = 1e-20, 1e30
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,9 @@ class _Pair:
         floats = [dtype.to_real() if dtype.is_complex else dtype for dtype in self.dtypes]
         all_float = all(dtype.is_floating_point for dtype in floats) and a.dtype.is_complex == b.dtype.is_complex
         self.ulps = max(floats, key=lambda dtype: torch.finfo(dtype).eps) if all_float else None
+        sizes = [dtype.itemsize for dtype in self.dtypes]
+        # Types of 8 bits are converted all at once.
+        self.block = min(_BLOCK, _PART if min(sizes) == 1 else _BLOCK_BYTES // max(sizes))
 
     @property
     def element_bytes(self) -> int:
@@ -305,10 +309,11 @@ def _run(
         found = []
         for piece in pieces:
             pair, part = pairs[piece.pair], _Sums()
-            for start in range(piece.start, piece.start + piece.length, _BLOCK):
-                count = min(_BLOCK, piece.start + piece.length - start)
+            for start in range(piece.start, piece.start + piece.length, pair.block):
+                count = min(pair.block, piece.start + piece.length - start)
                 mark = arena.mark()
-                part.add(_compare(pair, start, count, arena, tolerance))
+                known_ulps = max(part.max_ulps, sums[piece.pair].max_ulps)
+                part.add(_compare(pair, start, count, arena, tolerance, known_ulps))
                 arena.release(mark)
             nbytes = piece.length * pair.element_bytes
             ahead.advance(nbytes)
@@ -349,21 +354,21 @@ def _tasks(pairs: Sequence[_Pair]) -> Iterator[list[_Piece]]:
         yield task
 
 
-def _compare(pair: _Pair, start: int, count: int, arena: Arena, tolerance: Tolerance) -> _Sums:
-    """Return the sums of consecutive elements of a pair."""
+def _compare(pair: _Pair, start: int, count: int, arena: Arena, tolerance: Tolerance, known_ulps: int) -> _Sums:
+    """Return the sums of consecutive elements of a pair; `known_ulps` is the most steps in other elements of it."""
     a, b = (
         _read(source, dtype, start, count, arena) for source, dtype in zip((pair.a, pair.b), pair.dtypes, strict=True)
     )
     if not pair.has_numbers:
         return _Sums(different=int((a != b).sum()))
     mark = arena.mark()
-    found = _Block(pair, a, b, arena).fast(tolerance)
+    found = _Block(pair, a, b, arena).fast(tolerance, known_ulps)
     if found is None:
         found = _Sums()
-        for begin in range(0, count, _PART):
+        for begin in range(0, count, _EXACT_PART):
             arena.release(mark)
-            part = _Block(pair, a[begin : begin + _PART], b[begin : begin + _PART], arena)
-            found.add((part.fast(tolerance) if count > _PART else None) or part.exact(tolerance))
+            part = _Block(pair, a[begin : begin + _EXACT_PART], b[begin : begin + _EXACT_PART], arena)
+            found.add((part.fast(tolerance, known_ulps) if count > _EXACT_PART else None) or part.exact(tolerance))
     return found
 
 
@@ -382,81 +387,84 @@ class _Block:
 
     # ---- finite real numbers, in few operations ----------------------------------------------------------------------
 
-    def _wide(self, values: torch.Tensor) -> torch.Tensor:
+    def _wide(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the values, and the same or memory for them, of the type to compute with."""
         dtype = self._pair.wide
         if values.dtype is dtype:
-            return values
-        wide = self._arena.take(dtype, self._count)
+            return values, values
+        wide = self._arena.take(dtype, min(self._count, _PART))
         if values.dtype.itemsize == 1:
             # torch takes ten times as long to convert them.
             np.take(_table(values.dtype, dtype), values.view(torch.uint8).numpy(), out=wide.numpy(), mode="clip")
-            return wide
-        return wide.copy_(values)
+            return wide, wide
+        return values, wide
 
-    def fast(self, tolerance: Tolerance) -> _Sums | None:
+    def fast(self, tolerance: Tolerance, known_ulps: int) -> _Sums | None:
         """Return the sums, or None if values are not real, not finite, or out of the range of squares.
 
-        NumPy compares and counts faster than torch.
+        The maximum number of steps is at least `known_ulps`.
         """
         if not self._pair.is_real:
             return None
-        x, y = self._wide(self.a), self._wide(self.b)
-        errors, error = self._take(x.dtype)
-        ratios, ratio = self._take(x.dtype)
-        squares_a, squares_b, max_abs, *others = differences(x, y, errors, ratios)
-        if not (_is_precise(squares_a, x) and _is_precise(squares_b, y)):
+        (a, x), (b, y) = self._wide(self.a), self._wide(self.b)
+        errors, ratios = (self._arena.take(self._pair.wide, min(self._count, _PART)) for _ in range(2))
+        least = self._least_error(known_ulps)
+        numbers, rows = differences(
+            a, b, x, y, errors, ratios, _ROW, tolerance.atol, tolerance.rtol, math.inf if least is None else least
+        )
+        if not numbers:
             return None
-        found = _Sums(finite=self._count, squares_a=squares_a, squares_b=squares_b, max_abs=max_abs)
-        _, mask = self._take(torch.bool)
-        if not others:
-            found.not_zero = int(np.count_nonzero(np.not_equal(y.numpy(), 0, out=mask)))
+        found = _Sums(finite=self._count)
+        found.squares_a, found.squares_b, found.squares = numbers[:3]
+        found.max_abs, found.sum_abs, different, found.max_rel, found.sum_rel, not_zero = numbers[3:]
+        found.different, found.not_zero = int(different), int(not_zero)
+        if not found.max_abs:
             return found
-        found.sum_abs, found.squares, found.max_rel, found.sum_rel = others
-        if tolerance.rtol:
-            _, limit = self._take(x.dtype)
-            np.multiply(np.abs(y.numpy(), out=limit), tolerance.rtol, out=limit)
-            np.add(limit, tolerance.atol, out=limit)
-            found.different = int(np.count_nonzero(np.greater(error, limit, out=mask)))
-        elif found.max_abs > tolerance.atol:
-            found.different = int(np.count_nonzero(np.greater(error, tolerance.atol, out=mask)))
-        zeros = None
-        found.not_zero = self._count
-        if not math.isfinite(found.sum_rel):
-            # With zeros in b, some ratios are infinite or undefined.
-            zeros = np.equal(y.numpy(), 0, out=mask)
-            found.not_zero -= int(np.count_nonzero(zeros))
-            np.copyto(ratio, 0, where=zeros)
-            found.max_rel, found.sum_rel = float(ratio.max()), float(ratios.sum())
-            if not math.isfinite(found.sum_rel):
-                return None
-        found.max_ulps = self._fast_ulps(found.max_rel, ratio, zeros)
+        if least is None or len(rows) * _ROW > self._count // 8:
+            has_same_signs = found.max_rel < 1 and found.not_zero == self._count
+            found.max_ulps = self._fast_ulps(has_same_signs=has_same_signs)
+        else:
+            found.max_ulps = max(known_ulps, self._ulps_of_rows(rows.numpy()) if len(rows) else 0)
         return found
 
-    def _fast_ulps(self, max_ratio: float, ratio: Array, zeros: Array | None) -> int:
-        """Return the largest distance in steps, of the few elements that can have it if possible."""
+    def _least_error(self, known_ulps: int) -> float | None:
+        """Return the smallest difference of elements with more steps between them, or None if it is not known."""
         dtype = self._pair.ulps
-        assert dtype is not None
-        a, b = (_bits(_of_type(values, dtype)) for values in (self.a, self.b))
-        if self.a.dtype is not self.b.dtype:
-            # The ratio is not that of the rounded numbers.
-            return self._distance(a, b)
-        if max_ratio < 1 and zeros is None:
-            # The signs are the same, so the distance of the numbers equals the distance of their bits.
-            steps = np.subtract(a, b, out=self._take(_INTEGERS[a.itemsize])[1])
-            return max(int(steps.max()), -int(steps.min()))
+        # Other types are rounded before their steps are counted.
+        if dtype is None or self.a.dtype is not self.b.dtype:
+            return None
         # With p digits, neighbors of a number z are |z| / 2**p apart or more. If |a - b| < |b| / 2, all numbers between
         # a and b exceed |b| / 2, so a and b are at most 2**p steps apart. With other signs, it is usually far more.
-        rest = 2.1 / torch.finfo(dtype).eps
-        _, large = self._take(torch.bool)
-        np.greater_equal(ratio, 0.5, out=large)
-        if zeros is not None:
-            np.logical_or(large, zeros, out=large)
-        if np.count_nonzero(large) < self._count // 8:
-            some = np.flatnonzero(large)
-            ulps = self._distance(a[some], b[some])
-            if ulps > rest:
-                return ulps
+        return _least_error(dtype, known_ulps) if known_ulps > 2.1 / torch.finfo(dtype).eps else None
+
+    def _fast_ulps(self, *, has_same_signs: bool) -> int:
+        """Return the largest distance in steps of all elements."""
+        most, mark = 0, self._arena.mark()
+        for begin in range(0, self._count, _PART):
+            a, b = self._both_bits(slice(begin, begin + _PART))
+            if has_same_signs and self.a.dtype is self.b.dtype:
+                # The distance of the numbers equals the distance of their bits.
+                steps = np.subtract(a, b, out=self._take(_INTEGERS[a.itemsize], len(a))[1])
+                most = max(most, int(steps.max()), -int(steps.min()))
+            else:
+                most = max(most, self._distance(a, b))
+            self._arena.release(mark)
+        return most
+
+    def _ulps_of_rows(self, rows: Array) -> int:
+        """Return the largest distance in steps of the elements of some rows, and of those after the last whole row."""
+        whole = self._count // _ROW
+        rows = rows[rows < whole]
+        a, b = (
+            np.append(bits[: whole * _ROW].reshape(-1, _ROW)[rows], bits[whole * _ROW :])
+            for bits in self._both_bits(slice(None))
+        )
         return self._distance(a, b)
+
+    def _both_bits(self, where: slice) -> tuple[Array, Array]:
+        dtype = self._pair.ulps
+        assert dtype is not None
+        return _bits(_of_type(self.a[where], dtype)), _bits(_of_type(self.b[where], dtype))
 
     def _take(self, dtype: torch.dtype, count: int | None = None) -> tuple[torch.Tensor, Array]:
         """Return memory for the block, as a tensor and as an array."""
@@ -516,7 +524,7 @@ class _Block:
         high = np.maximum(first, second)
         np.subtract(high, np.minimum(first, second, out=first), out=high)
         # The difference of two signed numbers always fits into an unsigned one.
-        return int(high.view(f"u{high.itemsize}").max())
+        return int(high.view(f"u{high.itemsize}").max(initial=0))
 
     def _steps(self, bits: Array) -> Array:
         """Return integers that are in the order of the numbers, with neighbors one apart; both zeros are 0."""
@@ -534,9 +542,22 @@ def _table(dtype: torch.dtype, wide: torch.dtype) -> Array:
     return values
 
 
-def _is_precise(squares: float, values: torch.Tensor) -> bool:
-    """Whether a sum of squares in float32 has its digits, so also whether the values are finite."""
-    return _MIN_SQUARES < squares < _MAX_SQUARES or not torch.count_nonzero(values)
+@lru_cache
+def _least_error(dtype: torch.dtype, steps: int) -> float:
+    """Return the smallest difference of numbers with more steps between them, unless it is less than half of a number.
+
+    If n(x) is the number of steps from zero to x, n is concave. With different signs, there are therefore
+    n(|a|) + n(|b|) <= 2 n(|a - b| / 2) steps between a and b. With the same sign, both are at most 3 |a - b|, so there
+    are at most n(3 |a - b|).
+    """
+    largest = int(_bits(torch.tensor([torch.finfo(dtype).max]).to(dtype))[0])
+
+    def number(steps: int) -> float:
+        bits = torch.tensor([min(steps, largest)]).to(_INTEGERS[dtype.itemsize])
+        return float(bits.view(dtype).to(torch.float32 if dtype.itemsize == 1 else torch.float64))
+
+    # The differences are rounded.
+    return 0.999 * min(2 * number(steps // 2), number(steps) / 3)
 
 
 def _of_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

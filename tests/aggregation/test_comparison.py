@@ -23,15 +23,15 @@ FLOATS = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 ]
+FULL_SIZES = {name: getattr(comparison, name) for name in ("_PIECE", "_BLOCK", "_PART", "_EXACT_PART")}
 INTEGERS = [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32, torch.uint32, torch.int64, torch.uint64]
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     """Tensors of a few thousand elements consist of several pieces, and pieces of several blocks."""
-    monkeypatch.setattr(comparison, "_BLOCK", 512)
-    monkeypatch.setattr(comparison, "_PART", 200)
-    monkeypatch.setattr(comparison, "_PIECE", 1200)
+    for name, value in (("_PIECE", 2400), ("_BLOCK", 1024), ("_PART", 512), ("_EXACT_PART", 200)):
+        monkeypatch.setattr(comparison, name, value)
 
 
 def one(a, b, tolerance=None):
@@ -101,7 +101,7 @@ def check(found, a, b, tolerance=None):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_floating_point(dtype, finite):
     """All numbers are NumPy's; ULPs are differences of places among the numbers of the type."""
-    for seed, count in enumerate((1, 2, 511, 512, 513, 4000)):
+    for seed, count in enumerate((1, 2, 511, 512, 513, 1025, 8000)):
         a, b = random_values(dtype, seed, count, finite=finite)
         found = one(a, b)
         check(found, a, b)
@@ -216,6 +216,23 @@ def test_ulps_of_few_elements(dtype):
         check(one(first, second), first, second)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_least_error_for_more_steps(dtype):
+    """Numbers with more steps between them have no smaller difference, unless it is less than half of a number."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(0, 256, (2, 20_000, dtype.itemsize), generator=generator, dtype=torch.uint8)
+    a, b = (each.view(dtype).view(-1).double() for each in bits)
+    # Numbers of similar size have the most steps for their difference.
+    a, b = (torch.cat(some).to(dtype) for some in ([a, a, a], [b, -a, -0.7 * b]))
+    usable = a.double().isfinite() & b.double().isfinite() & ((a.double() - b.double()).abs() >= b.double().abs() / 2)
+    a, b = a[usable], b[usable]
+    apart = np.array([abs(x - y) for x, y in zip(steps(a), steps(b), strict=True)], dtype=np.float64)
+    error = (a.double() - b.double()).abs().numpy()
+    for known in np.quantile(apart, np.linspace(0, 1, 30)).astype(np.uint64).tolist():
+        more = apart > known
+        assert error[more].min(initial=math.inf) >= comparison._least_error(dtype, known)
+
+
 def test_cosine_of_almost_equal_tensors():
     """It has more digits than the product of two tensors in float32."""
     a = torch.randn(3000, generator=torch.Generator().manual_seed(0))
@@ -230,8 +247,8 @@ def test_cosine_of_almost_equal_tensors():
 
 def test_cosine_of_constant_tensors(monkeypatch):
     """Sums of many equal values keep their digits: parallel tensors have a cosine of 1."""
-    monkeypatch.setattr(comparison, "_BLOCK", 1 << 18)
-    monkeypatch.setattr(comparison, "_PIECE", 1 << 18)
+    for name, value in FULL_SIZES.items():
+        monkeypatch.setattr(comparison, name, value)
     found = one(torch.full((1 << 18,), 0.7), torch.full((1 << 18,), 0.1))
     assert found.cosine == pytest.approx(1, abs=1e-6)
     assert found.mean_abs == pytest.approx(0.6, rel=1e-6)
@@ -252,9 +269,9 @@ def test_structure(tmp_path):
 
 def test_blocks_of_full_size(monkeypatch):
     """The memory of a thread suffices for all pairs of types, with a tolerance, and with values that are not finite."""
-    for name, value in (("_BLOCK", 1 << 18), ("_PART", 1 << 16), ("_PIECE", 1 << 20)):
+    for name, value in FULL_SIZES.items():
         monkeypatch.setattr(comparison, name, value)
-    base = torch.randn((1 << 18) + 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    base = torch.randn((1 << 19) + 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     types = (torch.float64, torch.bfloat16, torch.complex128)
     for first, second in itertools.product(types, types):
         a, b = base.to(first), (base * 1.01).to(second)

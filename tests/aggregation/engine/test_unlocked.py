@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import pytest
@@ -56,17 +57,48 @@ def test_comparisons(sort: Callable[..., list[torch.Tensor]], needs: int) -> Non
 
 
 @pytest.mark.parametrize("differences", [unlocked.differences, unlocked._differences])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_differences(differences: Callable[..., list[float]], dtype: torch.dtype) -> None:
-    x, y = torch.randn(2, 1003, generator=torch.Generator().manual_seed(4), dtype=dtype)
-    errors, ratios = torch.empty_like(x), torch.empty_like(x)
-    found = differences(x, y, errors, ratios)
-    expected = (x - y).abs()
-    assert torch.equal(errors, expected)
-    assert torch.equal(ratios, expected / y.abs())
-    sums = [x.square().sum(), y.square().sum(), expected.amax(), expected.sum(), expected.square().sum()]
-    assert found == pytest.approx([*map(float, sums), float(ratios.amax()), float(ratios.sum())], rel=1e-5)
-    assert differences(x, x, errors, ratios)[2:] == [0.0]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("atol", "rtol"), [(0.0, 0.0), (0.5, 0.0), (0.25, 0.125)])
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_differences(
+    differences: Callable[..., tuple[list[float], torch.Tensor]],
+    dtype: torch.dtype,
+    atol: float,
+    rtol: float,
+    has_zeros: bool,
+) -> None:
+    """In several parts, with a last row that is shorter, and the same in the first one of both."""
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    a, b = torch.randn(2, 1003, generator=torch.Generator().manual_seed(4), dtype=torch.float64).to(dtype)
+    if has_zeros:
+        b[::5] = 0
+        a[::10] = 0
+    a[256:512] = b[256:512]  # a part
+    x, y, errors, ratios = (torch.empty(256, dtype=wide) for _ in range(4))
+    x, y = (a, b) if dtype is wide else (x, y)
+    found, rows = differences(a, b, x, y, errors, ratios, 128, atol, rtol, 4.0)
+    p, q = a.double(), b.double()
+    error, divided = (p - q).abs(), q != 0
+    ratio = error[divided] / q[divided].abs()
+    expected = [p.square().sum(), q.square().sum(), error.square().sum(), error.max(), error.sum()]
+    expected += [(error > atol + rtol * q.abs()).sum(), ratio.max(), ratio.sum(), divided.sum()]
+    assert found == pytest.approx([*map(float, expected)], rel=1e-5)
+    assert rows.tolist() == [row for row in range(8) if (error[128 * row : 128 * (row + 1)] >= 4.0).any()]
+    same, _ = differences(a, a, x, a if dtype is wide else y, errors, ratios, 128, atol, rtol, math.inf)
+    assert same[2:] == [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, float((a != 0).sum())]
+
+
+@pytest.mark.parametrize("differences", [unlocked.differences, unlocked._differences])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30, 1e-30])
+@pytest.mark.parametrize("in_a", [True, False])
+def test_differences_out_of_range(
+    differences: Callable[..., tuple[list[float], torch.Tensor]], value: float, in_a: bool
+) -> None:
+    """Nothing is returned if squares do not have their digits."""
+    a, b = torch.ones(300), torch.full((300,), 2.0)
+    (a if in_a else b)[256:] = value
+    found, _ = differences(a, b, a, b, torch.empty(256), torch.empty(256), 128, 0.0, 0.0, math.inf)
+    assert found == []
 
 
 @pytest.mark.parametrize("count", [1, 127, 128, 129, 5000])
