@@ -121,8 +121,7 @@ class DistributedEngine:
         for ranges, own in zip(splits, pieces, strict=True):
             locations = {}
             for name, begin, _ in own:
-                path, offset = writer.location(name)
-                locations[name] = (path, offset + begin)
+                locations[name] = (writer.unfinished_path(name), writer.position(name) + begin)
             described = self._described(ranges)
             parts.append(
                 ReductionPart(

@@ -43,6 +43,10 @@ class PartWriter:
             self.close()
             raise
 
+    def position(self, name: str) -> int:
+        """Return where in its file the first byte of a range goes."""
+        return self._locations[name][1]
+
     def write(self, name: str, offset: int, data: Buffer) -> None:
         """Write bytes of a tensor at an offset in its range."""
         path, start = self._locations[name]

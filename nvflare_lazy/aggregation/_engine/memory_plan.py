@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Tiles start at multiples of this number of elements: statistics are summed in such blocks, for every tile size.
 BLOCK = 512
 # Larger tiles leave the cache and are not faster; in tiles below the comfortable size, calls cost more than their work.
-_MAX_TILE = 512 * BLOCK
+_MAX_TILE = 1024 * BLOCK
 _COMFORTABLE_TILE = 16 * BLOCK
 _CACHE_SHARE = 16 << 20
 _ALIGNMENT = 64

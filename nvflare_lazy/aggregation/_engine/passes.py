@@ -8,6 +8,7 @@ ends the pass, and the caller skips the contribution.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,11 +70,10 @@ class Engine:
             fixed=sums * (STRETCH // BLOCK) * 8,
         )
 
-        def work(task: tuple[TensorGroup, int], arena: Arena) -> torch.Tensor:
-            group, start = task
+        def work(task: tuple[TensorGroup, int, int], arena: Arena) -> torch.Tensor:
+            group, start, end = task
             blocks = arena.take(torch.float64, sums * (STRETCH // BLOCK)).view(sums, STRETCH // BLOCK)
             blocks.zero_()
-            end = min(start + STRETCH, group.numel)
             for begin in range(start, end, plan.tile):
                 mark = arena.mark()
                 tile = Tile(group, begin, min(plan.tile, end - begin), arena, self.non_finite)
@@ -84,7 +84,8 @@ class Engine:
             return blocks.sum(dim=1)
 
         self.monitor.start(statistic.name, sum(map(bytes_to_read, groups)))
-        run_tiles(_tiles(groups, STRETCH), work, plan, self.monitor, collect=collect, spare=self.spare)
+        stretches = chain.from_iterable(_tiles(group, STRETCH) for group in groups)
+        run_tiles(stretches, work, plan, self.monitor, collect=collect, spare=self.spare)
 
     def reduce(self, reduction: Reduction, stage: str, writer: TensorWriter) -> None:
         """Reduce all tiles and write them; `stage` is the name of the pass in progress bars."""
@@ -101,16 +102,22 @@ class Engine:
             longest=max(group.numel for group in self.groups),
         )
 
-        def work(task: tuple[TensorGroup, int], arena: Arena) -> None:
-            group, start = task
-            tile = Tile(group, start, min(plan.tile, group.numel - start), arena, self.non_finite)
+        def work(task: tuple[TensorGroup, int, int], arena: Arena) -> None:
+            group, start, end = task
+            tile = Tile(group, start, end - start, arena, self.non_finite)
             out, buffer = arena.take_buffer(group.inputs[0].dtype, tile.count)
             reduction.reduce(tile, out)
             outputs[group.index].write(start, buffer)
             self.monitor.advance(tile.nbytes)
 
+        def tiles() -> Iterator[tuple[TensorGroup, int, int]]:
+            # They end at multiples of their size in the file: the page cache has larger pages for aligned writes.
+            for group in self.groups:
+                output = outputs[group.index]
+                yield from _tiles(group, plan.tile, output.elements_to_multiple(plan.tile * output.dtype.itemsize))
+
         self.monitor.start(stage, sum(map(bytes_to_read, self.groups)))
-        run_tiles(_tiles(self.groups, plan.tile), work, plan, self.monitor, spare=self.spare)
+        run_tiles(tiles(), work, plan, self.monitor, spare=self.spare)
 
     def _tile_of(self, groups: Sequence[TensorGroup]) -> int | None:
         if self.tile_bytes is None or not groups:
@@ -118,10 +125,11 @@ class Engine:
         return self.tile_bytes // max(group.inputs[0].dtype.itemsize for group in groups)
 
 
-def _tiles(groups: Sequence[TensorGroup], step: int) -> Iterator[tuple[TensorGroup, int]]:
-    for group in groups:
-        for start in range(0, group.numel, step):
-            yield group, start
+def _tiles(group: TensorGroup, step: int, first: int = 0) -> Iterator[tuple[TensorGroup, int, int]]:
+    """Yield the begin and the end of each tile; the first one is shorter than a step if it ends at `first`."""
+    ends = [*range(first or step, group.numel, step), group.numel]
+    for start, end in pairwise([0, *ends]):
+        yield group, start, end
 
 
 def bytes_to_read(group: TensorGroup) -> int:

@@ -138,6 +138,9 @@ class _Stretch(NamedTuple):
 class TensorWriter(Protocol):
     """The writer of an `OutputVector`, such as a `StreamingWriter`."""
 
+    def position(self, name: str) -> int:
+        """Return where in its file the first byte of a tensor goes."""
+
     def write(self, name: str, offset: int, data: Buffer) -> None:
         """Write bytes of a tensor at an offset, from any thread."""
 
@@ -155,6 +158,12 @@ class OutputVector:
             if size
         ]
         self._ends = [stretch.end for stretch in self._stretches]
+
+    def elements_to_multiple(self, nbytes: int) -> int:
+        """Return how many elements end at or before the first multiple of `nbytes` in the file of the first tensor."""
+        if not self._stretches:
+            return 0
+        return -self._writer.position(self._stretches[0].name) % nbytes // self.dtype.itemsize
 
     def write(self, start: int, buffer: memoryview) -> None:
         """Write the elements starting at `start`."""

@@ -154,10 +154,13 @@ class StreamingWriter:
                 self._file(slot.shard).write_at(view, slot.stored.offset + offset)
             self._record_written(name, slot, offset, offset + len(view))
 
-    def location(self, name: str) -> tuple[str, int]:
-        """Return the path of the unfinished file that contains a tensor, and the position of its first byte."""
-        slot = self._slot(name, 0, 0)
-        return self._file(slot.shard).unfinished_path, slot.stored.offset
+    def position(self, name: str) -> int:
+        """Return where in its file the first byte of a tensor goes."""
+        return self._slot(name, 0, 0).stored.offset
+
+    def unfinished_path(self, name: str) -> str:
+        """Return the path of the unfinished file that contains a tensor."""
+        return self._file(self._slot(name, 0, 0).shard).unfinished_path
 
     def record_written(self, name: str, begin: int, end: int) -> None:
         """Record that another process has written these bytes of a tensor."""
