@@ -31,6 +31,7 @@ from nvflare_lazy.errors import (
     UnsupportedTensorError,
     WeightError,
 )
+from nvflare_lazy.formats.atomic_file import AtomicFile
 from nvflare_lazy.tensors.byte_source import FailedSource
 from nvflare_lazy.tensors.lazy_array import LazyArray
 from nvflare_lazy.tensors.lazy_tensor import LazyTensor
@@ -544,6 +545,25 @@ class TestOutput:
         with pytest.raises(NonFiniteError):
             aggregate({"a": ones(w=((2,), math.nan))}, out, on_non_finite="error")
         assert nvflare_lazy.open(out)["w"].tolist() == [1, 1]
+
+    @pytest.mark.parametrize("names", [["w"], ["a", "w"]])
+    def test_writes_end_at_multiples_of_tiles(self, names, out, monkeypatch):
+        """All but the last: in the file, not in the tensor, which starts after the header."""
+        writes, write_at = [], AtomicFile.write_at
+
+        def recorded(self, data, offset):
+            writes.append((offset, offset + len(data)))
+            write_at(self, data, offset)
+
+        monkeypatch.setattr(AtomicFile, "write_at", recorded)
+        values = {name: torch.arange(400_000 if name == "w" else 1_001, dtype=torch.float32) for name in names}
+        aggregate({"a": values, "b": values}, out, threads=1, memory_budget="1MiB")
+        found = nvflare_lazy.open(out)
+        assert all(torch.equal(found[name].materialize(), values[name]) for name in names)
+        ends = sorted(writes)[-1][1]
+        tile = max(end - begin for begin, end in writes)
+        assert ends > 4 * tile
+        assert [end for _, end in sorted(writes)[len(names) : -1] if end % tile] == []
 
 
 class TestSettings:
