@@ -48,8 +48,8 @@ _EXPONENT = 0x7FF << 52
 _HALFWAY = -(1 << 15)
 # The sign of a bfloat16 number, the same bits.
 _SIGN = _HALFWAY
-# Elements of a tile that are searched together for such halves.
-_ROW = 256
+# Elements of a tile that are searched together for such halves, and rounded again.
+_ROW = 128
 # Far beyond the range of the narrow types, and far below the maximum of float64.
 _MAX_POWER = 2.0**900
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -113,32 +113,35 @@ def _far(step: float) -> float:
 def _round_to_bfloat16(out: torch.Tensor, values: torch.Tensor, arena: Arena, factor: float) -> float:
     """Round twice, by way of float32, which is fast, and round the few again that may be wrong; return the sum.
 
-    Only values that the first rounding moved halfway between two numbers can be wrong. If there are many, all are
-    rounded in one step.
+    Only values that the first rounding moved halfway between two numbers can be wrong. Their rows are rounded again, in
+    one step; if there are many, all rows.
     """
     step, tiny = _PRECISIONS[torch.bfloat16]
     total, count = 0.0, values.numel()
     whole = count // _ROW * _ROW
-    for begin, end, row in ((0, whole, _ROW), (whole, count, count - whole)):
+    for begin, end, rows in ((0, whole, whole // _ROW), (whole, count, 1)):
         if begin == end:
             continue
         mark = arena.mark()
-        halves = arena.take(torch.int16, 2 * (end - begin))
-        arena.release(mark)
-        single = arena.take(torch.float32, end - begin)  # in the same memory
-        least = arena.take(torch.int16, (end - begin) // row)
+        single = arena.take(torch.float32, end - begin)
+        least = arena.take(torch.int16, rows)
+        power = single[: single.numel() // 2 * 2].view(torch.float64)
         results, exact = out[begin:end], values[begin:end]
         added = multiply_and_round_twice(
             results,
-            single,
             exact,
-            halves,
+            exact.view(torch.int64),
+            single,
+            single.view(torch.int16),
+            power,
+            power.view(torch.int64),
             least,
             factor,
             halfway=_HALFWAY,
-            tiny=2 * tiny,
+            exponent=_EXPONENT,
+            tiny=tiny,
             max_power=_MAX_POWER,
-            far=_far(step / 2),
+            far=_far(step),
         )
         arena.release(mark)
         if added is None:

@@ -59,18 +59,23 @@ def _multiply_and_round(out: Tensor, values: Tensor, factor: float) -> float:
     return float(out.sum())
 
 
-# Multiply float64 values, round them to bfloat16 by way of float32, and return the sum of the results. Values whose
-# float32 is halfway between two results are rounded again, in one step, as `to_precision` does; if there are many, such
-# as in a mean with equal weights, return None instead, after the multiplication.
-# `halves` are the bits of `single`, and `least` has one element for each row of them.
+# Multiply float64 values, round them to bfloat16 by way of float32, and return the sum of the results. Rows of values
+# in which a float32 is halfway between two results are rounded again, in one step, as `to_precision` does. If there are
+# many, such as in a mean with equal weights, return None instead, after the multiplication. `least` has one element for
+# each row. `bits`, `halves` and `power_bits` are the bits of `values`, `single` and `power`, and `power` may use the
+# memory of `single`.
 def _multiply_and_round_twice(
     out: Tensor,
-    single: Tensor,
     values: Tensor,
+    bits: Tensor,
+    single: Tensor,
     halves: Tensor,
+    power: Tensor,
+    power_bits: Tensor,
     least: Tensor,
     factor: float,
     halfway: int,
+    exponent: int,
     tiny: float,
     max_power: float,
     far: float,
@@ -79,27 +84,22 @@ def _multiply_and_round_twice(
         values.mul_(factor)
     single.copy_(values)
     out.copy_(single)
-    # Comparing all halves takes longer than finding the least one of each row, and then of each piece of these rows.
-    rows = halves.view(least.numel(), -1)
-    torch.amin(rows, [1], False, out=least)
-    candidates = (least == halfway).nonzero().view(-1)
-    if candidates.numel() > least.numel() // 4:
+    count = least.numel()
+    # Comparing all halves takes longer than finding the least one of each row.
+    torch.amin(halves.view(count, -1), [1], False, out=least)
+    some = (least == halfway).nonzero().view(-1)
+    if some.numel() > count // 4:
         return None
-    if candidates.numel() > 0:
-        width = rows.size(1)
-        piece = 64 if width % 64 == 0 else width
-        for some in torch.split(candidates, 512):
-            pieces = rows.index_select(0, some).view(-1, piece)
-            short = (pieces.amin([1]) == halfway).nonzero().view(-1)
-            found = (pieces.index_select(0, short).view(-1) == halfway).nonzero().view(-1)
-            found = short.index_select(0, found // piece) * piece + found % piece
-            places = (some.index_select(0, found // width) * width + found % width) // 2
-            exact = values.index_select(0, places)
-            mantissa, _ = torch.frexp(exact)
-            # The power of two above each value. For zeros and infinities, any power is right.
-            power = exact.div(mantissa).nan_to_num_(tiny).clamp_(tiny, max_power)
-            again = exact.add(power, alpha=far).sub_(power, alpha=far).copysign_(exact)
-            out.index_copy_(0, places, again.to(out.dtype))
+    if some.numel() > 0:
+        exact = values.view(count, -1).index_select(0, some)
+        powers = power[: exact.numel()].view_as(exact)
+        exponents = power_bits[: exact.numel()].view_as(exact)
+        torch.bitwise_and(bits.view(count, -1).index_select(0, some), exponent, out=exponents)
+        powers.clamp_(tiny, max_power)
+        exact.add_(powers, alpha=far).sub_(powers, alpha=far)
+        rows = out.view(count, -1)
+        # A result of zero would lose its sign.
+        rows.index_copy_(0, some, exact.to(out.dtype).copysign_(rows.index_select(0, some)))
     return float(out.sum())
 
 

@@ -102,18 +102,26 @@ def test_differences_out_of_range(
 
 
 @pytest.mark.parametrize("count", [1, 127, 128, 129, 5000])
+@pytest.mark.parametrize("step", [4, 2000])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_bfloat16_rounds_once(count: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Next to points halfway between two numbers, at both ends of rows, with and without a factor."""
+def test_bfloat16_rounds_once(count: int, step: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to many and few points halfway between two numbers, at both ends of rows, with a factor."""
     if not compiled:
         function = unlocked._multiply_and_round_twice
         monkeypatch.setattr("nvflare_lazy.aggregation._engine.rounding.multiply_and_round_twice", function)
-    near = torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).bfloat16().double()
-    for offset, error in ((0, 0.0), (1, 2.0**-40), (2, -(2.0**-40)), (3, 2.0**-9)):
-        near[offset::4] *= 1 + 2.0**-8 + error
+    generator = torch.Generator().manual_seed(2)
+    near = torch.randn(count, dtype=torch.float64, generator=generator)
+    for offset, error in ((0, 0.0), (1, 2.0**-40), (2, -(2.0**-40)), (127, 2.0**-40), (3, 2.0**-9)):
+        number = near[offset::step].bfloat16().double()
+        # Half of the distance to the next number.
+        half = torch.ldexp(number.sign(), torch.frexp(number).exponent - 9)
+        near[offset::step] = (number + half) * (1 + error)
+    # A negative value that becomes zero, next to one that is rounded again.
+    near[4::step] = -(2.0**-200)
     out = torch.empty(count, dtype=torch.bfloat16)
     round_into(out, near * 4, Arena(16 * count + 4096), factor=0.25)
-    assert torch.equal(out.double(), round_by_bits(near))
+    assert torch.equal(out.double(), torch.where(near.abs() > 2.0**-150, round_by_bits(near), -0.0))
+    assert torch.equal(out.signbit(), near.signbit())
 
 
 def round_by_bits(values: torch.Tensor) -> torch.Tensor:
