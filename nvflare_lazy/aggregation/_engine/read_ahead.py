@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from nvflare_lazy.tensors.tensor_file import TensorFile
 
 _MAX_AHEAD = 128 << 20
+# One alone did not keep a fast disk busy.
+_READERS = 2
 # Ranges of a file that have gaps between them are read with the gaps, unless these are longer than the ranges.
 _MAX_SPAN = 2
 # Bytes of a file that are looked up; if the page cache has all of them, the file is not read ahead.
@@ -56,51 +58,59 @@ class Step(NamedTuple):
 
 
 class ReadAhead:
-    """A thread that reads files into the page cache while the block runs, but not far ahead of `advance()`.
+    """Threads that read files into the page cache while the block runs, but not far ahead of `advance()`.
 
     Args:
         steps: What the threads of the pass need, in about that order.
     """
 
     def __init__(self, steps: Iterable[Step]) -> None:
-        self._steps = steps
+        self._steps = iter(steps)
         self._is_cached: dict[TensorFile, bool] = {}
+        self._begun = 0
         self._used = 0
         self._ended = False
         self._change = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"read-ahead-{number}", daemon=True) for number in range(_READERS)
+        ]
 
     def __enter__(self) -> Self:
         if sys.platform == "linux":
-            self._thread.start()
+            for thread in self._threads:
+                thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         with self._change:
             self._ended = True
-            self._change.notify()
-        if self._thread.ident is not None:
-            self._thread.join()
+            self._change.notify_all()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
 
     def advance(self, nbytes: int) -> None:
         """Count bytes that have been used, from any thread."""
         with self._change:
             self._used += nbytes
-            self._change.notify()
+            self._change.notify_all()
 
     def _run(self) -> None:
-        begun = 0
-        for step in self._steps:
-            with self._change:
-                self._change.wait_for(lambda: self._ended or begun - self._used < _MAX_AHEAD)  # noqa: B023
-                if self._ended:
-                    return
+        while (step := self._next()) is not None:
             for file, offset, nbytes in _spans(step.ranges):
                 # The thread that needs the bytes gets the same error.
                 with suppress(OSError, SourceReleasedError):
                     if not self._knows_cached(file):
                         file.read_into_page_cache(offset, nbytes)
-            begun += step.nbytes
+
+    def _next(self) -> Step | None:
+        with self._change:
+            step = next(self._steps, None)
+            self._change.wait_for(lambda: self._ended or self._begun - self._used < _MAX_AHEAD)
+            if step is None or self._ended:
+                return None
+            self._begun += step.nbytes
+            return step
 
     def _knows_cached(self, file: TensorFile) -> bool:
         if file not in self._is_cached:
