@@ -422,7 +422,7 @@ class _Block:
             return found
         if least is None or len(rows) * _ROW > self._count // 8:
             has_same_signs = found.max_rel < 1 and found.not_zero == self._count
-            found.max_ulps = self._fast_ulps(has_same_signs=has_same_signs)
+            found.max_ulps = self._ulps_of_all(has_same_signs=has_same_signs)
         else:
             found.max_ulps = max(known_ulps, self._ulps_of_rows(rows.numpy()) if len(rows) else 0)
         return found
@@ -437,14 +437,14 @@ class _Block:
         # a and b exceed |b| / 2, so a and b are at most 2**p steps apart. With other signs, it is usually far more.
         return _least_error(dtype, known_ulps) if known_ulps > 2.1 / torch.finfo(dtype).eps else None
 
-    def _fast_ulps(self, *, has_same_signs: bool) -> int:
+    def _ulps_of_all(self, *, has_same_signs: bool) -> int:
         """Return the largest distance in steps of all elements."""
         most, mark = 0, self._arena.mark()
         for begin in range(0, self._count, _PART):
             a, b = self._both_bits(slice(begin, begin + _PART))
             if has_same_signs and self.a.dtype is self.b.dtype:
                 # The distance of the numbers equals the distance of their bits.
-                steps = np.subtract(a, b, out=self._take(_INTEGERS[a.itemsize], len(a))[1])
+                steps = np.subtract(a, b, out=self._take(_INTEGERS[a.itemsize], len(a)))
                 most = max(most, int(steps.max()), -int(steps.min()))
             else:
                 most = max(most, self._distance(a, b))
@@ -466,10 +466,10 @@ class _Block:
         assert dtype is not None
         return _bits(_of_type(self.a[where], dtype)), _bits(_of_type(self.b[where], dtype))
 
-    def _take(self, dtype: torch.dtype, count: int | None = None) -> tuple[torch.Tensor, Array]:
-        """Return memory for the block, as a tensor and as an array."""
-        values = self._arena.take(dtype, count or self._count)
-        return values, values.numpy()
+    def _take(self, dtype: torch.dtype, count: int) -> Array:
+        """Return memory of the thread."""
+        memory: Array = self._arena.take(dtype, count).numpy()
+        return memory
 
     # ---- all other values, in float64 --------------------------------------------------------------------------------
 
@@ -528,7 +528,7 @@ class _Block:
 
     def _steps(self, bits: Array) -> Array:
         """Return integers that are in the order of the numbers, with neighbors one apart; both zeros are 0."""
-        sign, steps = (self._take(_INTEGERS[bits.itemsize], len(bits))[1] for _ in range(2))
+        sign, steps = (self._take(_INTEGERS[bits.itemsize], len(bits)) for _ in range(2))
         np.right_shift(bits, 8 * bits.itemsize - 1, out=sign)
         np.bitwise_and(sign, np.iinfo(bits.dtype).max, out=steps)
         np.bitwise_xor(steps, bits, out=steps)
