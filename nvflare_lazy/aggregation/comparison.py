@@ -40,8 +40,8 @@ _BLOCK_BYTES = 2 << 20
 # Elements of one comparison, and of one comparison in float64, whose many arrays fit into the cache of a core.
 _PART = 1 << 18
 _EXACT_PART = 1 << 16
-# Two models; four arrays of real numbers, and four of integers as wide as an element; gaps.
-_ARENA = 2 * _BLOCK_BYTES + _PART * (4 * 8 + 4 * 8) + (64 << 10)
+# Two models; three arrays of float64 or four of float32, and four of integers as wide as an element; gaps.
+_ARENA = 2 * _BLOCK_BYTES + _PART * (3 * 8 + 4 * 8) + (64 << 10)
 # Elements whose squares and largest difference are computed together: the sum of more squares loses digits.
 _ROW = 128
 # The type of the bits of a number.
@@ -407,7 +407,10 @@ class _Block:
         if not self._pair.is_real:
             return None
         (a, x), (b, y) = self._wide(self.a), self._wide(self.b)
-        errors, ratios = (self._arena.take(self._pair.wide, min(self._count, _PART)) for _ in range(2))
+        errors, ratios = (
+            self._arena.take(wide.dtype, min(self._count, _PART)) if wide is values else wide
+            for values, wide in ((a, x), (b, y))
+        )
         least = self._least_error(known_ulps)
         numbers, rows = differences(
             a, b, x, y, errors, ratios, _ROW, tolerance.atol, tolerance.rtol, math.inf if least is None else least

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _MAX_AHEAD = 128 << 20
 # One alone did not keep a fast disk busy.
-_READERS = 2
+_READERS = 3
 # Ranges of a file that have gaps between them are read with the gaps, unless these are longer than the ranges.
 _MAX_SPAN = 2
 # Bytes of a file that are looked up; if the page cache has all of them, the file is not read ahead.

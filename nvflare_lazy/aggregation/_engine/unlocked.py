@@ -122,11 +122,12 @@ def _sort(wires: list[Tensor], spare: Tensor, lows: list[int], highs: list[int],
 
 
 # Compare real numbers `a` and `b`, in parts as long as `errors` and `ratios`. `x` and `y` have the type to compute
-# with: they are the same tensors, or memory for a part. The first results are: the sums of the squares of `a`, of `b`
-# and of their differences, the maximum and the sum of the absolute differences, the number of those beyond the
-# tolerance, the maximum and the sum of the ratios to the elements of `b` that are not zero, and the number of these
-# elements. The list is empty if values are not finite, or too small or too large for the precision of the squares. The
-# last result are the rows of `row` elements with a difference of at least `least`.
+# with: they are the same tensors, or memory for a part, which `errors` and `ratios` may then use too: each operation is
+# faster in place. The first results are: the sums of the squares of `a`, of `b` and of their differences, the maximum
+# and the sum of the absolute differences, the number of those beyond the tolerance, the maximum and the sum of the
+# ratios to the elements of `b` that are not zero, and the number of these elements. The list is empty if values are not
+# finite, or too small or too large for the precision of the squares. The last result are the rows of `row` elements
+# with a difference of at least `least`.
 def _differences(
     a: Tensor,
     b: Tensor,
@@ -145,54 +146,60 @@ def _differences(
     for begin in range(0, a.numel(), errors.numel()):
         p, q = a[begin : begin + errors.numel()], b[begin : begin + errors.numel()]
         count = p.numel()
+        whole = count // row * row
         if a.dtype != x.dtype:
             p = x[:count].copy_(p)
         if b.dtype != y.dtype:
             q = y[:count].copy_(q)
         error, ratio = errors[:count], ratios[:count]
-        torch.sub(p, q, out=error).abs_()
-        whole = count // row * row
-        largest = error[:whole].view(-1, row).amax([1])
-        if whole < count:
-            largest = torch.cat([largest, error[whole:].amax().view(1)])
-        rows.append((largest >= least).nonzero().view(-1) + begin // row)
-        greatest = float(largest.amax())
-        for index, values in enumerate([p, q, error] if greatest != 0.0 else [p, q]):
-            norms = torch.linalg.vector_norm(values[:whole].view(-1, row), 2, [1])
-            total = float(norms.mul_(norms).sum())
-            if whole < count:
-                total += float(torch.mul(values[whole:], values[whole:], out=ratio[whole:]).sum())
-            # Between these, a sum in float32 has its digits, and its terms are finite.
-            is_precise = total > 1e-20 and total < 1e30
-            if index < 2 and not is_precise and float(values.abs().amax()) != 0.0:
-                return [], rows[0]
-            squares[index] += total
+        greatest = 1.0
+        for index, values in enumerate([p, q, error]):
+            if index == 2:
+                torch.sub(p, q, out=error).abs_()
+                largest = error[:whole].view(-1, row).amax([1])
+                if whole < count:
+                    largest = torch.cat([largest, error[whole:].amax().view(1)])
+                rows.append((largest >= least).nonzero().view(-1) + begin // row)
+                greatest = float(largest.amax())
+            if greatest != 0.0:
+                norms = torch.linalg.vector_norm(values[:whole].view(-1, row), 2, [1])
+                total = float(norms.mul_(norms).sum())
+                if whole < count:
+                    total += float(values[whole:].square().sum())
+                # Between these, a sum in float32 has its digits, and its terms are finite.
+                is_precise = total > 1e-20 and total < 1e30
+                if index < 2 and not is_precise and float(values.abs().amax()) != 0.0:
+                    return [], errors
+                squares[index] += total
         if greatest == 0.0:
             not_zero += float(torch.abs(q, out=ratio).sign_().sum())
             continue
-        # The sum of zeros and ones is exact.
-        if rtol != 0.0:
-            torch.abs(q, out=ratio).mul_(rtol).add_(atol)
-            torch.sub(error, ratio, out=ratio).sign_().clamp_min_(0.0)
-        elif atol != 0.0:
-            torch.sub(error, atol, out=ratio).sign_().clamp_min_(0.0)
-        else:
-            torch.sign(error, out=ratio)
-        different += float(ratio.sum())
         max_abs = max(max_abs, greatest)
         sum_abs += float(error.sum())
         torch.div(error, q, out=ratio).abs_()
         total, divided = float(ratio.sum()), float(count)
         if total - total != 0.0:  # not finite
+            if b.dtype != y.dtype:
+                q.copy_(b[begin : begin + count])
             signs = q.abs().sign_()
             divided = float(signs.sum())
             torch.div(error, q.abs().add_(1.0 - signs), out=ratio).mul_(signs)
             total = float(ratio.sum())
             if total - total != 0.0:  # not finite
-                return [], rows[0]
+                return [], errors
         max_rel = max(max_rel, float(ratio.amax()))
         sum_rel += total
         not_zero += divided
+        # The sum of zeros and ones is exact.
+        if rtol != 0.0:
+            if b.dtype != y.dtype:
+                q.copy_(b[begin : begin + count])
+            error.sub_(torch.abs(q, out=ratio).mul_(rtol).add_(atol)).sign_().clamp_min_(0.0)
+        elif atol != 0.0:
+            error.sub_(atol).sign_().clamp_min_(0.0)
+        else:
+            error.sign_()
+        different += float(error.sum())
     found = [squares[0], squares[1], squares[2], max_abs, sum_abs, different, max_rel, sum_rel, not_zero]
     return found, torch.cat(rows)
 
