@@ -42,7 +42,7 @@ from benchmarks.aggregation_limits import (
     read_once,
 )
 from benchmarks.machine import describe_machine
-from benchmarks.measuring import MIB, BackedMemory, PeakMemory, Turn, in_turns
+from benchmarks.measuring import MIB, FullPageCache, PeakMemory, Turn, in_turns, read_files
 from nvflare_lazy.aggregation import Aggregation
 from tests.measure import rss_anon
 
@@ -81,11 +81,7 @@ class Contributors:
 
     def warm(self) -> None:
         """Bring them into the page cache, and let the disk come to rest."""
-        buffer = bytearray(8 * MIB)
-        for path in self.paths:
-            with path.open("rb", buffering=0) as file:
-                while file.readinto(buffer):
-                    pass
+        read_files(self.paths)
         os.sync()
 
 
@@ -155,15 +151,15 @@ def measure_limits(folder: Path, options: argparse.Namespace) -> None:
         contributors = Contributors(folder, count, mib, case.dtype)
         needed = (count + 4) * contributors.nbytes
         what = f"{case.rule} of {count} × {mib} MiB {str(case.dtype)[6:]}, not waiting for the disk"
-        with BackedMemory(needed) as backed:
-            measure_warm(case, contributors, out, options.rounds, backed, f"\n{what}, from the page cache:")
-            measure_cold(case, contributors, out, options.rounds, backed, f"\n{what}, from the disk:")
+        with FullPageCache(needed, folder) as page_cache:
+            measure_warm(case, contributors, out, options.rounds, page_cache, f"\n{what}, from the page cache:")
+            measure_cold(case, contributors, out, options.rounds, page_cache, f"\n{what}, from the disk:")
         for path in contributors.paths:
             path.unlink()
 
 
 def measure_warm(
-    case: LimitCase, contributors: Contributors, out: Path, rounds: int, backed: BackedMemory, title: str
+    case: LimitCase, contributors: Contributors, out: Path, rounds: int, page_cache: FullPageCache, title: str
 ) -> None:
     """Time one case with contributions in the page cache."""
     cores = len(os.sched_getaffinity(0))
@@ -175,7 +171,8 @@ def measure_warm(
     def clear() -> None:
         out.unlink(missing_ok=True)
         os.sync()
-        backed.touch()
+        page_cache.refill()
+        contributors.warm()
 
     rivals: dict[str, Callable[[], object]] = {
         "read and write": lambda: plain(NoArithmetic),
@@ -195,7 +192,7 @@ def measure_warm(
 
 
 def measure_cold(
-    case: LimitCase, contributors: Contributors, out: Path, rounds: int, backed: BackedMemory, title: str
+    case: LimitCase, contributors: Contributors, out: Path, rounds: int, page_cache: FullPageCache, title: str
 ) -> None:
     """Time one case with contributions that are not in the page cache."""
 
@@ -203,7 +200,7 @@ def measure_cold(
         out.unlink(missing_ok=True)
         os.sync()
         make_cold(contributors.paths)
-        backed.touch()
+        page_cache.refill()
 
     rivals: dict[str, Callable[[], object]] = {
         "read once": lambda: read_once(contributors.paths, direct=False),

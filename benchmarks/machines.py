@@ -39,7 +39,7 @@ import torch
 
 import nvflare_lazy
 from benchmarks.machine import describe_machine
-from benchmarks.measuring import MIB, BackedMemory, in_turns
+from benchmarks.measuring import MIB, FullPageCache, in_turns, read_files
 from nvflare_lazy._system import available_cores
 from nvflare_lazy._text import parse_size
 from nvflare_lazy.aggregation import Aggregation
@@ -112,7 +112,7 @@ def measure(mib: int, count: int, rounds: int, number: int) -> Constants:
             caller = statistics.median(in_turns({"tiny": tiny_run}, rounds)["tiny"])
             print(f"aggregation of {count} models of 1 MiB by the workers: {caller:.3f} s")
             # Now that the workers have started: a process of this size takes longer to start others.
-            backed = held.enter_context(BackedMemory((count + 4) * mib * MIB))
+            page_cache = held.enter_context(FullPageCache((count + 4) * mib * MIB, Path(folder)))
             per_core = {}
             for rule in RULES:
                 rivals = {
@@ -124,7 +124,8 @@ def measure(mib: int, count: int, rounds: int, number: int) -> Constants:
                     for out in outs.values():
                         out.unlink(missing_ok=True)
                     os.sync()
-                    backed.touch()
+                    page_cache.refill()
+                    read_files([*Path(folder, "large").iterdir()])
 
                 for rival in rivals.values():
                     rival()

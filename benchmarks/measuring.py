@@ -13,16 +13,15 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.measure import rss_anon
 
 MIB = 1 << 20
 GIB = 1 << 30
-# What the system itself needs, and what must stay free so that it keeps the page cache.
+# What the system itself needs.
 _MARGIN_BYTES = GIB
-_FREE_BYTES = 160 * MIB
 
 
 class PeakMemory:
@@ -59,41 +58,54 @@ class PeakMemory:
         self.growth = max(self.growth, rss_anon() - self._before)
 
 
-class BackedMemory:
-    """Has the host of a virtual machine back the free memory, which the page cache and the rivals take next.
+class FullPageCache:
+    """Fills the free memory with another file, as on a machine in use: the rivals reuse memory of the page cache.
 
-    Hosts take free memory back within seconds, in blocks of the size of huge pages. Backing such a block again can take
-    several times as long as reading a file into it, and which rival gets which blocks is chance. So this holds all
-    memory that the rivals do not need, and `touch()` touches the free rest.
+    The host of a virtual machine takes free memory back within seconds. To use such a page again can take several times
+    as long as reading a file into it, and which rival gets it is chance. Memory that is not free is not taken back. So
+    this holds the memory that the rivals do not need, and `refill()` has the page cache take the free rest.
 
     Args:
         needed: Bytes for the page cache and the rivals.
+        folder: Where to write a file of that size.
 
     Example:
-        >>> with BackedMemory(4 * GIB) as memory:
-        ...     in_turns(rivals, 5, memory.touch)
+        >>> with FullPageCache(4 * GIB, folder) as page_cache:
+        ...     in_turns(rivals, 5, page_cache.refill)
     """
 
-    def __init__(self, needed: int) -> None:
+    def __init__(self, needed: int, folder: Path) -> None:
         self._needed = needed + _MARGIN_BYTES
+        self._path = folder / "other-file"
 
-    def __enter__(self) -> BackedMemory:
+    def __enter__(self) -> FullPageCache:
         rest = _kernel_bytes("MemAvailable") - self._needed
         if rest < 0:
             raise SystemExit(f"{-rest / GIB:.1f} GiB of memory are missing: choose smaller models")
-        self._held = _touched(rest)
+        self._held = mmap.mmap(-1, rest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+        part = bytes(4 * MIB)
+        with self._path.open("wb") as file:
+            for _ in range(0, self._needed, len(part)):
+                file.write(part)
+            os.fsync(file.fileno())
         return self
 
     def __exit__(self, *error: object) -> None:
         self._held.close()
+        self._path.unlink()
 
-    def touch(self) -> None:
-        """Touch the free memory."""
-        _touched(max(_kernel_bytes("MemFree") - _FREE_BYTES, mmap.PAGESIZE)).close()
+    def refill(self) -> None:
+        """Read a file that is larger than the free memory."""
+        read_files([self._path])
 
 
-def _touched(nbytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+def read_files(paths: Sequence[Path]) -> None:
+    """Read files, so that the page cache has them."""
+    buffer = bytearray(8 * MIB)
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
 
 
 def _kernel_bytes(name: str) -> int:
