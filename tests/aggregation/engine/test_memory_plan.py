@@ -61,12 +61,6 @@ class TestArena:
         arena.release(mark)
         assert arena.take(torch.float64, 10) is second
 
-    def test_starts_at_a_huge_page(self):
-        """Otherwise, the kernel could use fewer of them."""
-        arena = Arena(4 << 20)
-        assert arena.take(torch.uint8, 1).data_ptr() % (2 << 20) == 0
-        assert arena.take(torch.uint8, (4 << 20) - 64).fill_(1).sum() == (4 << 20) - 64
-
     def test_more_than_announced(self):
         """A rule that takes more than it declared has a bug."""
         with pytest.raises(AssertionError, match="more is taken for a tile than was announced"):
