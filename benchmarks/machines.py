@@ -30,7 +30,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ import torch
 
 import nvflare_lazy
 from benchmarks.machine import describe_machine
-from benchmarks.measuring import MIB, FullPageCache, in_turns, read_files
+from benchmarks.measuring import MIB, in_turns
 from nvflare_lazy._system import available_cores
 from nvflare_lazy._text import parse_size
 from nvflare_lazy.aggregation import Aggregation
@@ -97,7 +96,7 @@ def measure(mib: int, count: int, rounds: int, number: int) -> Constants:
         inputs = _contributions(Path(folder, "large"), mib, count)
         tiny = _contributions(Path(folder, "tiny"), 1, count)
         outs = {name: Path(folder, f"{name}.safetensors") for name in (ONE, WORKERS)}
-        with Workers({"name": "processes", "max_workers": number}) as workers, ExitStack() as held:
+        with Workers({"name": "processes", "max_workers": number}) as workers:
             start = time.perf_counter()
             for future in [workers.executor.submit(_import) for _ in range(4 * number)]:
                 future.result()
@@ -111,8 +110,6 @@ def measure(mib: int, count: int, rounds: int, number: int) -> Constants:
             tiny_run()
             caller = statistics.median(in_turns({"tiny": tiny_run}, rounds)["tiny"])
             print(f"aggregation of {count} models of 1 MiB by the workers: {caller:.3f} s")
-            # Now that the workers have started: a process of this size takes longer to start others.
-            page_cache = held.enter_context(FullPageCache((count + 4) * mib * MIB, Path(folder)))
             per_core = {}
             for rule in RULES:
                 rivals = {
@@ -124,8 +121,6 @@ def measure(mib: int, count: int, rounds: int, number: int) -> Constants:
                     for out in outs.values():
                         out.unlink(missing_ok=True)
                     os.sync()
-                    page_cache.refill()
-                    read_files([*Path(folder, "large").iterdir()])
 
                 for rival in rivals.values():
                     rival()
