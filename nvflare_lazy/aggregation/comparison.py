@@ -17,7 +17,7 @@ import torch
 
 from nvflare_lazy._system import available_cores
 from nvflare_lazy.aggregation._engine.memory_plan import MemoryPlan
-from nvflare_lazy.aggregation._engine.read_ahead import FileRange, ReadAhead, Step
+from nvflare_lazy.aggregation._engine.read_ahead import STEP_BYTES, FileRange, ReadAhead
 from nvflare_lazy.aggregation._engine.tile_pool import PassMonitor, run_tiles
 from nvflare_lazy.aggregation._engine.unlocked import differences
 from nvflare_lazy.tensors.entry import entry_of
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from nvflare_lazy.aggregation._engine.memory_plan import Arena
+    from nvflare_lazy.aggregation._engine.read_ahead import Loaded
     from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.dtypes import ElementType
     from nvflare_lazy.tensors.entry import TensorEntry
 
     Array = np.ndarray[Any, Any]
 
-# Elements that a thread takes, and elements that it reads at once, if they do not have more bytes. With smaller blocks,
-# threads spend more time in waiting for the interpreter than in computing.
-_PIECE = 1 << 20
+# Elements that a thread compares at once, if they do not have more bytes. With smaller blocks, threads spend more time
+# in waiting for the interpreter than in computing.
 _BLOCK = 1 << 19
 _BLOCK_BYTES = 2 << 20
 # Elements of one comparison, and of one comparison in float64, whose many arrays fit into the cache of a core.
@@ -144,6 +144,7 @@ class _Pair:
         sizes = [dtype.itemsize for dtype in self.dtypes]
         # Types of 8 bits are converted all at once.
         self.block = min(_BLOCK, _PART if min(sizes) == 1 else _BLOCK_BYTES // max(sizes))
+        self.piece = max(STEP_BYTES // sum(sizes) // self.block, 1) * self.block
 
     @property
     def element_bytes(self) -> int:
@@ -305,21 +306,20 @@ def _run(
     """Return the sums of each pair. They are added in the order of the elements, whatever the number of threads."""
     sums = [_Sums() for _ in pairs]
 
-    def work(pieces: list[_Piece], arena: Arena) -> list[tuple[int, _Sums]]:
-        found = []
-        for piece in pieces:
-            pair, part = pairs[piece.pair], _Sums()
-            for start in range(piece.start, piece.start + piece.length, pair.block):
-                count = min(pair.block, piece.start + piece.length - start)
-                mark = arena.mark()
-                known_ulps = max(part.max_ulps, sums[piece.pair].max_ulps)
-                part.add(_compare(pair, start, count, arena, tolerance, known_ulps))
-                arena.release(mark)
-            nbytes = piece.length * pair.element_bytes
-            ahead.advance(nbytes)
-            if progress is not None:
-                progress(nbytes)
-            found.append((piece.pair, part))
+    def work(task: tuple[int, list[_Piece]], arena: Arena) -> list[tuple[int, _Sums]]:
+        with ahead.step(task[0]) as loaded:
+            return [(piece.pair, compare_piece(piece, loaded, arena)) for piece in task[1]]
+
+    def compare_piece(piece: _Piece, loaded: Loaded, arena: Arena) -> _Sums:
+        pair, found = pairs[piece.pair], _Sums()
+        for start in range(piece.start, piece.start + piece.length, pair.block):
+            count = min(pair.block, piece.start + piece.length - start)
+            mark = arena.mark()
+            known_ulps = max(found.max_ulps, sums[piece.pair].max_ulps)
+            found.add(_compare(pair, start, count, loaded, arena, tolerance, known_ulps))
+            arena.release(mark)
+        if progress is not None:
+            progress(piece.length * pair.element_bytes)
         return found
 
     def collect(found: list[tuple[int, _Sums]]) -> None:
@@ -327,37 +327,41 @@ def _run(
             sums[index].add(part)
 
     plan = MemoryPlan(threads or available_cores(), _BLOCK, _ARENA)
-    with ReadAhead(_steps(pairs)) as ahead:
-        run_tiles(_tasks(pairs), work, plan, PassMonitor(), collect=collect)
+    files = (each.file for pair in pairs for each in pair.file_ranges(0, pair.numel))
+    with ReadAhead(files, _steps(pairs), plan.threads) as ahead:
+        run_tiles(enumerate(_tasks(pairs)), work, plan, PassMonitor(), collect=collect)
     return sums
 
 
-def _steps(pairs: Sequence[_Pair]) -> Iterator[Step]:
+def _steps(pairs: Sequence[_Pair]) -> Iterator[list[FileRange]]:
     for task in _tasks(pairs):
-        ranges = [each for piece in task for each in pairs[piece.pair].file_ranges(piece.start, piece.length)]
-        yield Step(sum(piece.length * pairs[piece.pair].element_bytes for piece in task), ranges)
+        yield [each for piece in task for each in pairs[piece.pair].file_ranges(piece.start, piece.length)]
 
 
 def _tasks(pairs: Sequence[_Pair]) -> Iterator[list[_Piece]]:
     """Yield the pieces that one thread works on: parts of a large tensor, or many small tensors."""
     task: list[_Piece] = []
-    room = _PIECE
+    room = STEP_BYTES
     for index, pair in enumerate(pairs):
-        for start in range(0, pair.numel, _PIECE):
-            piece = _Piece(index, start, min(_PIECE, pair.numel - start))
-            if piece.length > room:
+        for start in range(0, pair.numel, pair.piece):
+            piece = _Piece(index, start, min(pair.piece, pair.numel - start))
+            nbytes = piece.length * pair.element_bytes
+            if nbytes > room and task:
                 yield task
-                task, room = [], _PIECE
+                task, room = [], STEP_BYTES
             task.append(piece)
-            room -= piece.length
+            room -= nbytes
     if task:
         yield task
 
 
-def _compare(pair: _Pair, start: int, count: int, arena: Arena, tolerance: Tolerance, known_ulps: int) -> _Sums:
+def _compare(
+    pair: _Pair, start: int, count: int, loaded: Loaded, arena: Arena, tolerance: Tolerance, known_ulps: int
+) -> _Sums:
     """Return the sums of consecutive elements of a pair; `known_ulps` is the most steps in other elements of it."""
     a, b = (
-        _read(source, dtype, start, count, arena) for source, dtype in zip((pair.a, pair.b), pair.dtypes, strict=True)
+        _read(source, dtype, start, count, loaded, arena)
+        for source, dtype in zip((pair.a, pair.b), pair.dtypes, strict=True)
     )
     if not pair.has_numbers:
         return _Sums(different=int((a != b).sum()))
@@ -372,9 +376,12 @@ def _compare(pair: _Pair, start: int, count: int, arena: Arena, tolerance: Toler
     return found
 
 
-def _read(source: ByteSource, dtype: torch.dtype, start: int, count: int, arena: Arena) -> torch.Tensor:
-    raw, buffer = arena.take_buffer(torch.uint8, count * dtype.itemsize)
-    source.read_into(buffer, start * dtype.itemsize)
+def _read(source: ByteSource, dtype: torch.dtype, start: int, count: int, loaded: Loaded, arena: Arena) -> torch.Tensor:
+    offset, nbytes = start * dtype.itemsize, count * dtype.itemsize
+    raw = loaded.find(FileRange.of(source, offset, nbytes))
+    if raw is None or raw.storage_offset() % dtype.itemsize:
+        raw, buffer = arena.take_buffer(torch.uint8, nbytes)
+        source.read_into(buffer, offset)
     return raw.view(dtype)
 
 

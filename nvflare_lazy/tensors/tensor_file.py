@@ -217,12 +217,16 @@ class TensorFile(OpenFile):
             return os.preadv(fd, (bytearray(1),), offset, os.RWF_NOWAIT) == 1
         return False
 
-    def read_into_page_cache(self, offset: int, nbytes: int) -> None:
-        """Have the kernel read bytes, without a copy of them."""
-        end = offset + nbytes
-        with self.descriptor() as fd, open(os.devnull, "wb", buffering=0) as nowhere:
-            while offset < end and (count := os.sendfile(nowhere.fileno(), fd, offset, end - offset)):
-                offset += count
+    @contextmanager
+    def direct_descriptor(self) -> Iterator[int]:
+        """Lend a descriptor that reads past the page cache; where that is not possible, the one of the file."""
+        with self.descriptor() as fd:
+            direct = _open_directly(fd)
+            try:
+                yield fd if direct is None else direct
+            finally:
+                if direct is not None:
+                    os.close(direct)
 
     def source(self, offset: int, nbytes: int) -> FileSource:
         return FileSource(self, offset, nbytes)
@@ -289,6 +293,13 @@ def open_source(path: str | os.PathLike[str]) -> FileSource:
     """Open a whole file as one source."""
     file = TensorFile(path)
     return FileSource(file, 0, file.size)
+
+
+def _open_directly(fd: int) -> int | None:
+    """Open the file of a descriptor again, whatever its name is now; None if it must be read through the page cache."""
+    with suppress(OSError, AttributeError):  # Linux only, and not on all file systems
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    return None
 
 
 def _remove(path: str, owner: int) -> None:

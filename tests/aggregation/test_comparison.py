@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -14,23 +16,25 @@ import pytest
 import torch
 
 import nvflare_lazy
+from benchmarks.aggregation_limits import make_cold
 from nvflare_lazy.aggregation import comparison
 from nvflare_lazy.aggregation.comparison import Tolerance, compare
 from nvflare_lazy.tensors.entry import entry_of
+from nvflare_lazy.tensors.tensor_file import FileSource
 from tests.cli.sparse import write_sparse
 
 FLOATS = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 ]
-FULL_SIZES = {name: getattr(comparison, name) for name in ("_PIECE", "_BLOCK", "_PART", "_EXACT_PART")}
+FULL_SIZES = {name: getattr(comparison, name) for name in ("STEP_BYTES", "_BLOCK", "_PART", "_EXACT_PART")}
 INTEGERS = [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32, torch.uint32, torch.int64, torch.uint64]
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     """Tensors of a few thousand elements consist of several pieces, and pieces of several blocks."""
-    for name, value in (("_PIECE", 2400), ("_BLOCK", 1024), ("_PART", 512), ("_EXACT_PART", 200)):
+    for name, value in (("STEP_BYTES", 20_000), ("_BLOCK", 1024), ("_PART", 512), ("_EXACT_PART", 200)):
         monkeypatch.setattr(comparison, name, value)
 
 
@@ -335,6 +339,42 @@ def test_errors_of_reading():
         compare({"w": entry.over(Broken(bytes(16)))}, {"w": torch.ones(4)})
 
 
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_from_the_disk(tmp_path, monkeypatch, is_aligned):
+    """Bytes that were read ahead are compared in place, if the place fits the type; the numbers are the same."""
+    for name, value in FULL_SIZES.items():
+        monkeypatch.setattr(comparison, name, value)
+    monkeypatch.setattr(comparison, "STEP_BYTES", 1 << 20)
+    small = {f"small{index:04d}": torch.randn(37) for index in range(300)}
+    a = {"first": torch.arange(8 - (not is_aligned), dtype=torch.uint8), "large": torch.randn(700_001), **small}
+    b = {name: tensor * 3 if name == "first" else tensor * 1.01 for name, tensor in a.items()}
+    paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for path, model in zip(paths, (a, b), strict=True):
+        path.write_bytes(_safetensors(model))
+    try:
+        make_cold(paths)
+    except RuntimeError:
+        pytest.skip("this file system keeps its files in memory")
+    read = []
+    read_into = FileSource._read_into
+    monkeypatch.setattr(FileSource, "_read_into", lambda *args: (read.append(args), read_into(*args)))
+    assert compare(*map(nvflare_lazy.open, paths)) == compare(a, b)
+    assert bool(read) is not is_aligned
+
+
+def _safetensors(model):
+    """A file without gaps, in the order of the model."""
+    header, offset = {}, 0
+    for name, tensor in model.items():
+        dtype = "U8" if tensor.dtype is torch.uint8 else "F32"
+        end = offset + tensor.nbytes
+        header[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [offset, end]}
+        offset = end
+    written = json.dumps(header).encode()
+    written += b" " * (-len(written) % 8)
+    return struct.pack("<Q", len(written)) + written + b"".join(tensor.numpy().tobytes() for tensor in model.values())
+
+
 LIMITED = """
 import sys, threading, time
 import nvflare_lazy
@@ -350,7 +390,7 @@ print(memory.growth)
 
 @pytest.mark.slow
 def test_model_larger_than_the_limit(tmp_path):
-    """One tensor of 6 GiB is compared by a process that may take less than 48 MiB for it."""
+    """One tensor of 6 GiB is compared by a process that may take less than 96 MiB for it."""
     elements = 3 << 30
     for name in "ab":
         write_sparse(tmp_path / name, {"w": ("BF16", (elements,))})
@@ -361,4 +401,4 @@ def test_model_larger_than_the_limit(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 48 << 20
+    assert int(done.stdout) < 96 << 20

@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading files into the page cache before the threads of a pass need them, so that the disk works while they compute.
+"""Reading files before the threads of a pass need the bytes, so that the disk works while they compute.
 
-The threads read short parts of several files, and the kernel reads ahead only a little of each. Hints
-(`POSIX_FADV_WILLNEED`) make it fill the page cache with its smallest pages, which took more time than they gained.
+A file that the page cache has is left to these threads. The others are read past the page cache: filling it took as
+much processor time as a third of a comparison, and the bytes are needed only once.
 """
 
 from __future__ import annotations
 
-import sys
+import mmap
+import os
 import threading
-from contextlib import suppress
+from collections import deque
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from nvflare_lazy.errors import SourceReleasedError
+from nvflare_lazy.tensors.tensor_memory import storage_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -22,13 +28,17 @@ if TYPE_CHECKING:
     from nvflare_lazy.tensors.byte_source import ByteSource
     from nvflare_lazy.tensors.tensor_file import TensorFile
 
-_MAX_AHEAD = 128 << 20
+#: Bytes that a thread should need at once. With a quarter of it, the requests to a fast disk were too small.
+STEP_BYTES = 8 << 20
 # One alone did not keep a fast disk busy.
-_READERS = 3
+_READERS = 2
 # Ranges of a file that have gaps between them are read with the gaps, unless these are longer than the ranges.
 _MAX_SPAN = 2
 # Bytes of a file that are looked up; if the page cache has all of them, the file is not read ahead.
 _SAMPLES = 16
+# Reads past the page cache begin and end at multiples of it, in the file and in memory.
+_ALIGNMENT = 4096
+_LARGE_PAGE = 2 << 20
 
 
 class FileRange(NamedTuple):
@@ -45,78 +55,135 @@ class FileRange(NamedTuple):
         return None if place is None else cls(place[0], place[1] + offset, nbytes)
 
 
-class Step(NamedTuple):
-    """What the threads need next.
+@dataclass
+class Loaded:
+    """The bytes of a step that have been read ahead."""
 
-    Attributes:
-        nbytes: Bytes to count when they have been used.
-        ranges: Those of them that are in files.
-    """
+    _spans: list[tuple[FileRange, torch.Tensor]] = field(default_factory=list)
 
-    nbytes: int
-    ranges: list[FileRange]
+    def find(self, wanted: FileRange | None) -> torch.Tensor | None:
+        """Return bytes of a file; None if they have not been read, so that the caller must read them."""
+        if wanted is None:
+            return None
+        for span, memory in self._spans:
+            start = wanted.offset - span.offset
+            if span.file is wanted.file and 0 <= start <= span.nbytes - wanted.nbytes:
+                return memory[start : start + wanted.nbytes]
+        return None
 
 
 class ReadAhead:
-    """Threads that read files into the page cache while the block runs, but not far ahead of `advance()`.
+    """Threads that read files while the block runs, a few steps ahead of the threads of a pass.
 
     Args:
-        steps: What the threads of the pass need, in about that order.
+        files: The files of all steps.
+        steps: What the threads of the pass need, in the order of the numbers that they pass to `step`.
+        threads: How many of them there are.
     """
 
-    def __init__(self, steps: Iterable[Step]) -> None:
-        self._steps = iter(steps)
-        self._is_cached: dict[TensorFile, bool] = {}
-        self._begun = 0
-        self._used = 0
-        self._ended = False
+    def __init__(self, files: Iterable[TensorFile], steps: Iterable[list[FileRange]], threads: int) -> None:
+        self._files = files
+        self._steps = iter(enumerate(steps))
+        self._buffers = threads + _READERS
+        self._descriptors: dict[TensorFile, int] = {}
+        self._borrowed = ExitStack()
+        self._readers: list[threading.Thread] = []
+        # The attributes below are used with the lock of `_change`.
         self._change = threading.Condition()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"read-ahead-{number}", daemon=True) for number in range(_READERS)
-        ]
+        self._free: deque[torch.Tensor] = deque()
+        self._loaded: dict[int, tuple[Loaded, torch.Tensor]] = {}
+        self._running = 0
+        self._ended = False
 
     def __enter__(self) -> Self:
-        if sys.platform == "linux":
-            for thread in self._threads:
-                thread.start()
+        for file in self._files:
+            # The thread that needs the bytes gets the same error.
+            with suppress(OSError, SourceReleasedError):
+                if file not in self._descriptors and not _is_in_page_cache(file):
+                    self._descriptors[file] = self._borrowed.enter_context(file.direct_descriptor())
+        if self._descriptors:
+            self._free.extend(_large_pages(STEP_BYTES + 16 * _ALIGNMENT, self._buffers))
+            self._running = _READERS
+            for number in range(_READERS):
+                self._readers.append(threading.Thread(target=self._run, name=f"read-ahead-{number}", daemon=True))
+                self._readers[-1].start()
         return self
 
     def __exit__(self, *error: object) -> None:
         with self._change:
             self._ended = True
             self._change.notify_all()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+        for reader in self._readers:
+            reader.join()
+        self._borrowed.close()
 
-    def advance(self, nbytes: int) -> None:
-        """Count bytes that have been used, from any thread."""
+    @contextmanager
+    def step(self, number: int) -> Iterator[Loaded]:
+        """Wait until the bytes of a step have been read, and lend them until the end of the block."""
         with self._change:
-            self._used += nbytes
+            self._change.wait_for(lambda: number in self._loaded or not self._running)
+            loaded, buffer = self._loaded.pop(number, (Loaded(), None))
+        try:
+            yield loaded
+        finally:
+            if buffer is not None:
+                self._give_back(buffer)
+
+    def _give_back(self, buffer: torch.Tensor) -> None:
+        with self._change:
+            self._free.append(buffer)
             self._change.notify_all()
 
     def _run(self) -> None:
-        while (step := self._next()) is not None:
-            for file, offset, nbytes in _spans(step.ranges):
-                # The thread that needs the bytes gets the same error.
-                with suppress(OSError, SourceReleasedError):
-                    if not self._knows_cached(file):
-                        file.read_into_page_cache(offset, nbytes)
+        try:
+            while (work := self._next()) is not None:
+                number, ranges, buffer = work
+                loaded = self._load(ranges, buffer)
+                with self._change:
+                    self._loaded[number] = loaded, buffer
+                    self._change.notify_all()
+        finally:
+            with self._change:
+                self._running -= 1
+                self._change.notify_all()
 
-    def _next(self) -> Step | None:
+    def _next(self) -> tuple[int, list[FileRange], torch.Tensor] | None:
         with self._change:
-            step = next(self._steps, None)
-            self._change.wait_for(lambda: self._ended or self._begun - self._used < _MAX_AHEAD)
-            if step is None or self._ended:
-                return None
-            self._begun += step.nbytes
-            return step
+            self._change.wait_for(lambda: self._ended or self._free)
+            step = None if self._ended else next(self._steps, None)
+            return None if step is None else (*step, self._free.popleft())
 
-    def _knows_cached(self, file: TensorFile) -> bool:
-        if file not in self._is_cached:
-            places = range(0, file.size, -(-file.size // _SAMPLES))
-            self._is_cached[file] = all(map(file.is_in_page_cache, places))
-        return self._is_cached[file]
+    def _load(self, ranges: list[FileRange], buffer: torch.Tensor) -> Loaded:
+        spans, begin = [], 0
+        for span in _spans(ranges):
+            before = span.offset % _ALIGNMENT
+            end = begin + -(-(before + span.nbytes) // _ALIGNMENT) * _ALIGNMENT
+            if span.file in self._descriptors and end <= len(buffer) and self._fill(buffer[begin:end], span, before):
+                spans.append((span, buffer[begin + before : begin + before + span.nbytes]))
+                begin = end
+        return Loaded(spans)
+
+    def _fill(self, memory: torch.Tensor, span: FileRange, before: int) -> bool:
+        """Read a span with the bytes before and after it; return whether that succeeded."""
+        with suppress(OSError):
+            count = os.preadv(self._descriptors[span.file], (storage_bytes(memory),), span.offset - before)
+            return count >= before + span.nbytes
+        return False
+
+
+def _is_in_page_cache(file: TensorFile) -> bool:
+    return all(map(file.is_in_page_cache, range(0, file.size, -(-file.size // _SAMPLES) or 1)))
+
+
+def _large_pages(nbytes: int, count: int) -> Iterator[torch.Tensor]:
+    """Yield buffers in large pages: into small ones, a virtual disk read at a third of its rate at times."""
+    pages = mmap.mmap(-1, count * nbytes + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # Linux only, where the kernel has them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    start = -memory.data_ptr() % _LARGE_PAGE
+    for begin in range(start, start + count * nbytes, nbytes):
+        yield memory[begin : begin + nbytes]
 
 
 def _spans(ranges: Iterable[FileRange]) -> Iterator[FileRange]:
