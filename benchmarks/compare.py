@@ -78,9 +78,12 @@ def main() -> None:
             one = model.to(kind.torch)
             nvflare_lazy.save({f"layer.{index}.weight": one for index in range(options.tensors)}, path)
         a, b = map(nvflare_lazy.open, paths)
-        with PeakMemory() as memory:
-            assert not compare(a, b).same
-        print(f"RssAnon of a comparison: {memory.growth / MIB:.0f} MiB\n")
+        for origin in ("page cache", "disk"):
+            with PeakMemory() as memory:
+                assert not compare(a, b).same
+            print(f"RssAnon of a comparison from the {origin}: {memory.growth / MIB:.0f} MiB")
+            for path in paths:
+                let_go_of(path)
         rivals = {"nvflare-lazy diff": lambda: compare(a, b), PLAIN: lambda: read_plainly(paths)}
 
         with FullPageCache(nbytes, Path(folder)) as page_cache:
@@ -90,7 +93,7 @@ def main() -> None:
                     let_go_of(path)
                 page_cache.refill()
 
-            print("from the disk:")
+            print("\nfrom the disk:")
             show_rates(in_turns(rivals, options.rounds, before=make_cold), nbytes, PLAIN)
         read_plainly(paths)
         print("from the page cache:")
