@@ -99,6 +99,7 @@ class Engine:
             reduction.bytes_per_element(count) + out_bytes + _buffer_bytes(self.groups),
             threads=self.threads,
             tile=self._tile_of(self.groups),
+            itemsize=out_bytes,
             longest=max(group.numel for group in self.groups),
         )
 

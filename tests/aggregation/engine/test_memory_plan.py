@@ -9,7 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nvflare_lazy.aggregation import aggregate
+from nvflare_lazy.aggregation._engine import passes
 from nvflare_lazy.aggregation._engine.memory_plan import BLOCK, Arena, SpareMemory, plan_memory
+from nvflare_lazy.aggregation._engine.tile import Tile
 from nvflare_lazy.errors import MemoryBudgetError
 
 
@@ -40,10 +43,31 @@ class TestMemoryPlan:
         """A tile is not longer than the tensors that are reduced."""
         assert plan_memory(64 << 20, 48, longest=BLOCK + 1).tile == 2 * BLOCK
 
+    @pytest.mark.parametrize(("itemsize", "tile"), [(1, 1 << 19), (2, 1 << 19), (4, 1 << 18), (8, 1 << 17)])
+    def test_the_fastest_tile_depends_on_the_dtype(self, itemsize, tile):
+        """A tile has at most 1 MiB of each contribution, and at most 512 Ki elements; a caller may ask for more."""
+        assert plan_memory(1 << 30, 24, itemsize=itemsize).tile == tile
+        assert plan_memory(1 << 30, 24, itemsize=itemsize, tile=1 << 20).tile == 1 << 20
+
     def test_fewer_threads_rather_than_tiny_tiles(self):
         """Eight threads on 2 MiB would spend their time on calls."""
         assert plan_memory(2 << 20, 48, threads=8).threads < 8
         assert plan_memory(64 << 20, 48, threads=8).threads == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_of_an_aggregation(tmp_path, monkeypatch, dtype):
+    """The engine plans with the size of the elements that it reads."""
+    counts = []
+
+    def record(group, start, count, *rest):
+        counts.append(count)
+        return Tile(group, start, count, *rest)
+
+    monkeypatch.setattr(passes, "Tile", record)
+    contributions = {name: {"w": torch.zeros(5 << 18, dtype=dtype)} for name in ("a", "b")}
+    aggregate(contributions, tmp_path / "mean.safetensors", memory_budget="64MiB", fsync=False)
+    assert max(counts) * dtype.itemsize == 1 << 20
 
 
 class TestArena:
