@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from nvflare_lazy.aggregation._engine.memory_plan import BLOCK, plan_memory
+from nvflare_lazy.aggregation._engine.read_ahead import READERS, STEP_BYTES, ReadAhead
 from nvflare_lazy.aggregation._engine.tile import Tile
 from nvflare_lazy.aggregation._engine.tile_io import OutputVector
 from nvflare_lazy.aggregation._engine.tile_pool import run_tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from nvflare_lazy.aggregation._engine.memory_plan import Arena, SpareMemory
     from nvflare_lazy.aggregation._engine.tile import NonFinitePolicy, TensorGroup
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from nvflare_lazy.aggregation._engine.tile_pool import PassMonitor
     from nvflare_lazy.aggregation.reduction import Reduction
     from nvflare_lazy.aggregation.statistics import Statistic
+
+# A group, and the begin and the end of some of its elements.
+_Range: TypeAlias = "tuple[TensorGroup, int, int]"
 
 # Statistics are summed in stretches of this number of elements, one after the other, for every tile size.
 STRETCH = 128 * BLOCK
@@ -103,22 +107,38 @@ class Engine:
             longest=max(group.numel for group in self.groups),
         )
 
-        def work(task: tuple[TensorGroup, int, int], arena: Arena) -> None:
-            group, start, end = task
-            tile = Tile(group, start, end - start, arena, self.non_finite)
-            out, buffer = arena.take_buffer(group.inputs[0].dtype, tile.count)
-            reduction.reduce(tile, out)
-            outputs[group.index].write(start, buffer)
-            self.monitor.advance(tile.nbytes)
+        def work(task: tuple[int, list[_Range]], arena: Arena) -> None:
+            with ahead.step(task[0]) as loaded:
+                for group, start, end in task[1]:
+                    mark = arena.mark()
+                    tile = Tile(group, start, end - start, arena, self.non_finite, loaded)
+                    out, buffer = arena.take_buffer(group.inputs[0].dtype, tile.count)
+                    reduction.reduce(tile, out)
+                    outputs[group.index].write(start, buffer)
+                    self.monitor.advance(tile.nbytes)
+                    arena.release(mark)
 
-        def tiles() -> Iterator[tuple[TensorGroup, int, int]]:
+        def tiles() -> Iterator[_Range]:
             # They end at multiples of their size in the file: the page cache has larger pages for aligned writes.
             for group in self.groups:
                 output = outputs[group.index]
                 yield from _tiles(group, plan.tile, output.elements_to_multiple(plan.tile * output.dtype.itemsize))
 
         self.monitor.start(stage, sum(map(bytes_to_read, self.groups)))
-        run_tiles(tiles(), work, plan, self.monitor, spare=self.spare)
+        step_bytes = max(STEP_BYTES, plan.tile * max(map(_bytes_of_element, self.groups)))
+        fits = plan.threads * plan.arena + (plan.threads + READERS) * step_bytes <= self.budget
+        files = (file for group in self.groups for vector in group.inputs for file in vector.files())
+        steps = (
+            [
+                place
+                for group, start, end in step
+                for vector in group.inputs
+                for place in vector.file_ranges(start, end - start)
+            ]
+            for step in _steps(tiles(), step_bytes)
+        )
+        with ReadAhead(files if fits else (), steps, plan.threads, step_bytes) as ahead:
+            run_tiles(enumerate(_steps(tiles(), step_bytes)), work, plan, self.monitor, spare=self.spare)
 
     def _tile_of(self, groups: Sequence[TensorGroup]) -> int | None:
         if self.tile_bytes is None or not groups:
@@ -126,7 +146,22 @@ class Engine:
         return self.tile_bytes // max(group.inputs[0].dtype.itemsize for group in groups)
 
 
-def _tiles(group: TensorGroup, step: int, first: int = 0) -> Iterator[tuple[TensorGroup, int, int]]:
+def _steps(tiles: Iterable[_Range], step_bytes: int) -> Iterator[list[_Range]]:
+    """Yield the tiles that a thread processes one after the other, so that enough bytes of a file are read at once."""
+    step: list[_Range] = []
+    room = step_bytes
+    for group, start, end in tiles:
+        nbytes = (end - start) * _bytes_of_element(group)
+        if nbytes > room and step:
+            yield step
+            step, room = [], step_bytes
+        step.append((group, start, end))
+        room -= nbytes
+    if step:
+        yield step
+
+
+def _tiles(group: TensorGroup, step: int, first: int = 0) -> Iterator[_Range]:
     """Yield the begin and the end of each tile; the first one is shorter than a step if it ends at `first`."""
     ends = [*range(first or step, group.numel, step), group.numel]
     for start, end in pairwise([0, *ends]):
@@ -135,7 +170,11 @@ def _tiles(group: TensorGroup, step: int, first: int = 0) -> Iterator[tuple[Tens
 
 def bytes_to_read(group: TensorGroup) -> int:
     """Return the number of bytes that a pass reads of a group."""
-    return group.numel * group.inputs[0].dtype.itemsize * len(group.members)
+    return group.numel * _bytes_of_element(group)
+
+
+def _bytes_of_element(group: TensorGroup) -> int:
+    return group.inputs[0].dtype.itemsize * len(group.members)
 
 
 def _buffer_bytes(groups: Sequence[TensorGroup]) -> int:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 #: Bytes that a thread should need at once. With a quarter of it, the requests to a fast disk were too small.
 STEP_BYTES = 8 << 20
-# One alone did not keep a fast disk busy.
-_READERS = 2
+#: Threads that read ahead: one alone did not keep a fast disk busy. Each needs a buffer, as each thread of a pass does.
+READERS = 2
 # Ranges of a file that have gaps between them are read with the gaps, unless these are longer than the ranges.
 _MAX_SPAN = 2
 # Bytes of a file that are looked up; if the page cache has all of them, the file is not read ahead.
@@ -61,6 +61,9 @@ class Loaded:
 
     _spans: list[tuple[FileRange, torch.Tensor]] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        return bool(self._spans)
+
     def find(self, wanted: FileRange | None) -> torch.Tensor | None:
         """Return bytes of a file; None if they have not been read, so that the caller must read them."""
         if wanted is None:
@@ -79,12 +82,20 @@ class ReadAhead:
         files: The files of all steps.
         steps: What the threads of the pass need, in the order of the numbers that they pass to `step`.
         threads: How many of them there are.
+        step_bytes: Most bytes of a step that are read ahead.
     """
 
-    def __init__(self, files: Iterable[TensorFile], steps: Iterable[list[FileRange]], threads: int) -> None:
+    def __init__(
+        self,
+        files: Iterable[TensorFile],
+        steps: Iterable[list[FileRange]],
+        threads: int,
+        step_bytes: int = STEP_BYTES,
+    ) -> None:
         self._files = files
         self._steps = iter(enumerate(steps))
-        self._buffers = threads + _READERS
+        self._buffers = threads + READERS
+        self._step_bytes = step_bytes
         self._descriptors: dict[TensorFile, int] = {}
         self._borrowed = ExitStack()
         self._readers: list[threading.Thread] = []
@@ -102,9 +113,11 @@ class ReadAhead:
                 if file not in self._descriptors and not _is_in_page_cache(file):
                     self._descriptors[file] = self._borrowed.enter_context(file.direct_descriptor())
         if self._descriptors:
-            self._free.extend(_large_pages(STEP_BYTES + 16 * _ALIGNMENT, self._buffers))
-            self._running = _READERS
-            for number in range(_READERS):
+            # A span may begin and end within a page.
+            nbytes = self._step_bytes + 2 * _ALIGNMENT * len(self._descriptors)
+            self._free.extend(_large_pages(nbytes, self._buffers))
+            self._running = READERS
+            for number in range(READERS):
                 self._readers.append(threading.Thread(target=self._run, name=f"read-ahead-{number}", daemon=True))
                 self._readers[-1].start()
         return self

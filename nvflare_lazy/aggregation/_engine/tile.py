@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from nvflare_lazy.aggregation._engine.memory_plan import Arena
+    from nvflare_lazy.aggregation._engine.read_ahead import Loaded
     from nvflare_lazy.aggregation._engine.tile_io import InputVector
 
 #: Handling of NaN and infinity in a contribution.
@@ -125,8 +126,17 @@ class Tile:
         arena: Memory of the thread.
     """
 
-    def __init__(self, group: TensorGroup, start: int, count: int, arena: Arena, non_finite: NonFinitePolicy) -> None:
+    def __init__(
+        self,
+        group: TensorGroup,
+        start: int,
+        count: int,
+        arena: Arena,
+        non_finite: NonFinitePolicy,
+        loaded: Loaded | None = None,
+    ) -> None:
         self.group = group
+        self._loaded = loaded
         self.start = start
         self.count = count
         self.arena = arena
@@ -145,15 +155,35 @@ class Tile:
         """
         values, buffer = (self._values, self._bytes) if into is None else into
         contributor = self.group.contributors[index]
-        try:
-            self.group.inputs[index].read(self.start, buffer)
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise_input_error(contributor, error)
+        found = self._find(index)
+        if found is not None:
+            # A copy, because a rule may change the values and read them again.
+            values.copy_(found)
+        else:
+            try:
+                self.group.inputs[index].read(self.start, buffer)
+            except MemoryError:
+                raise
+            except Exception as error:
+                raise_input_error(contributor, error)
         if self._non_finite != "keep" and not _all_finite(values):
             raise ContributionError(contributor, self._where_not_finite(contributor, values))
         return self._clean(values)
+
+    def _find(self, index: int) -> torch.Tensor | None:
+        """Return the elements of a member if they have been read ahead."""
+        if not self._loaded:
+            return None
+        vector = self.group.inputs[index]
+        places = vector.file_ranges(self.start, self.count)
+        raw = self._loaded.find(places[0]) if len(places) == 1 else None
+        if (
+            raw is None
+            or len(raw) != self.count * vector.dtype.itemsize
+            or raw.storage_offset() % vector.dtype.itemsize
+        ):
+            return None
+        return raw.view(vector.dtype)
 
     def read_reference(self) -> torch.Tensor:
         """Return the elements of the global model; valid until the next call."""

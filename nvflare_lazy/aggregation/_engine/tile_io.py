@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from nvflare_lazy.aggregation._engine.read_ahead import FileRange
 from nvflare_lazy.tensors.converted_sources import CastSource
 from nvflare_lazy.tensors.tensor_file import FileSource
 
@@ -87,6 +88,15 @@ class InputVector:
             inside = max(begin - first, 0)
             found.append(source.slice(inside, min(stop - first, source.nbytes) - inside))
         return found
+
+    def files(self) -> set[TensorFile]:
+        """Return the files of all elements that are in files."""
+        return {each.file for each in self.file_ranges(0, self.numel)}
+
+    def file_ranges(self, start: int, count: int) -> list[FileRange]:
+        """Return the places of `count` elements starting at `start` that are in files."""
+        ranges = (FileRange.of(source, 0, source.nbytes) for source in self.sources(start, count))
+        return [each for each in ranges if each is not None]
 
     def __enter__(self) -> Self:
         with ExitStack() as borrowed:
