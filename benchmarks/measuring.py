@@ -67,7 +67,7 @@ class FullPageCache:
 
     Args:
         needed: Bytes for the page cache and the rivals.
-        folder: Where to write a file of that size.
+        folder: Where to write a file that is larger.
 
     Example:
         >>> with FullPageCache(4 * GIB, folder) as page_cache:
@@ -85,7 +85,8 @@ class FullPageCache:
         self._held = mmap.mmap(-1, rest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
         part = bytes(4 * MIB)
         with self._path.open("wb") as file:
-            for _ in range(0, self._needed, len(part)):
+            # If it fitted, the memory of a removed file would stay free.
+            for _ in range(0, self._needed + _MARGIN_BYTES, len(part)):
                 file.write(part)
             os.fsync(file.fileno())
         return self
