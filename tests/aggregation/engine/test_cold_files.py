@@ -34,13 +34,18 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return found
 
 
+def drop(paths: list[Path]) -> None:
+    """Remove files from the page cache."""
+    try:
+        make_cold(paths)
+    except RuntimeError:
+        pytest.skip("this file system keeps its files in memory")
+
+
 def aggregate(paths: list[Path], *, is_cold: bool, **settings: object) -> bytes:
     """The bytes of the result."""
     if is_cold:
-        try:
-            make_cold(paths)
-        except RuntimeError:
-            pytest.skip("this file system keeps its files in memory")
+        drop(paths)
     else:
         for path in paths:
             path.read_bytes()
@@ -73,7 +78,7 @@ def test_a_contribution_that_was_cut_short(paths: list[Path]) -> None:
     opened = {path.name: nvflare_lazy.open(path) for path in paths}
     with paths[2].open("r+b") as file:
         file.truncate(2_000_000)
-    make_cold(paths)
+    drop(paths)
     result = Aggregation(fsync=False, tile_size="32KiB").run(opened, paths[0].with_name("out"))
     assert [*result.report.skipped] == ["site-2.safetensors"]
     assert "ends at byte" in str(result.report.skipped["site-2.safetensors"])
