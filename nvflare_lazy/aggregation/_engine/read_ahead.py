@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -96,8 +96,7 @@ class ReadAhead:
         self._steps = iter(enumerate(steps))
         self._buffers = threads + READERS
         self._step_bytes = step_bytes
-        self._descriptors: dict[TensorFile, int] = {}
-        self._borrowed = ExitStack()
+        self._cold: set[TensorFile] = set()
         self._readers: list[threading.Thread] = []
         # The attributes below are used with the lock of `_change`.
         self._change = threading.Condition()
@@ -107,14 +106,14 @@ class ReadAhead:
         self._ended = False
 
     def __enter__(self) -> Self:
-        for file in self._files:
+        for file in set(self._files):
             # The thread that needs the bytes gets the same error.
             with suppress(OSError, SourceReleasedError):
-                if file not in self._descriptors and not _is_in_page_cache(file):
-                    self._descriptors[file] = self._borrowed.enter_context(file.direct_descriptor())
-        if self._descriptors:
+                if not _is_in_page_cache(file):
+                    self._cold.add(file)
+        if self._cold:
             # A span may begin and end within a page.
-            nbytes = self._step_bytes + 2 * _ALIGNMENT * len(self._descriptors)
+            nbytes = self._step_bytes + 2 * _ALIGNMENT * len(self._cold)
             self._free.extend(_large_pages(nbytes, self._buffers))
             self._running = READERS
             for number in range(READERS):
@@ -128,7 +127,6 @@ class ReadAhead:
             self._change.notify_all()
         for reader in self._readers:
             reader.join()
-        self._borrowed.close()
 
     @contextmanager
     def step(self, number: int) -> Iterator[Loaded]:
@@ -171,16 +169,16 @@ class ReadAhead:
         for span in _spans(ranges):
             before = span.offset % _ALIGNMENT
             end = begin + -(-(before + span.nbytes) // _ALIGNMENT) * _ALIGNMENT
-            if span.file in self._descriptors and end <= len(buffer) and self._fill(buffer[begin:end], span, before):
+            if span.file in self._cold and end <= len(buffer) and self._fill(buffer[begin:end], span, before):
                 spans.append((span, buffer[begin + before : begin + before + span.nbytes]))
                 begin = end
         return Loaded(spans)
 
     def _fill(self, memory: torch.Tensor, span: FileRange, before: int) -> bool:
         """Read a span with the bytes before and after it; return whether that succeeded."""
-        with suppress(OSError):
-            count = os.preadv(self._descriptors[span.file], (storage_bytes(memory),), span.offset - before)
-            return count >= before + span.nbytes
+        # Opened for each span: a model can have more files than a process may open.
+        with suppress(OSError, SourceReleasedError), span.file.direct_descriptor() as fd:
+            return os.preadv(fd, (storage_bytes(memory),), span.offset - before) >= before + span.nbytes
         return False
 
 
