@@ -150,15 +150,14 @@ class Tile:
 
         Args:
             index: The member.
-            into: A tensor of the group's real dtype and its bytes, to read to. Default: memory of the tile, which the
-                next call overwrites.
+            into: A tensor of the group's real dtype and its bytes, to read to. Default: memory that the next call may
+                overwrite, and that must not be changed, because further calls may return it.
         """
         values, buffer = (self._values, self._bytes) if into is None else into
         contributor = self.group.contributors[index]
         found = self._find(index)
         if found is not None:
-            # A copy, because a rule may change the values and read them again.
-            values.copy_(found)
+            values = found if into is None else values.copy_(found)
         else:
             try:
                 self.group.inputs[index].read(self.start, buffer)
