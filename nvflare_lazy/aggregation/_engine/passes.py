@@ -22,7 +22,7 @@ from nvflare_lazy.aggregation._engine.tile_pool import run_tiles
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from nvflare_lazy.aggregation._engine.memory_plan import Arena, SpareMemory
+    from nvflare_lazy.aggregation._engine.memory_plan import Arena, MemoryPlan, SpareMemory
     from nvflare_lazy.aggregation._engine.tile import NonFinitePolicy, TensorGroup
     from nvflare_lazy.aggregation._engine.tile_io import TensorWriter
     from nvflare_lazy.aggregation._engine.tile_pool import PassMonitor
@@ -34,6 +34,11 @@ _Range: TypeAlias = "tuple[TensorGroup, int, int]"
 
 # Statistics are summed in stretches of this number of elements, one after the other, for every tile size.
 STRETCH = 128 * BLOCK
+# Reading ahead may take this share of the budget. A median of 16 contributors took 27 % less time with steps of 24 MiB
+# than of 8 MiB. In a small model, steps are smaller: until the first one has been read, nothing is computed.
+_READ_AHEAD_SHARE = 1 / 2
+_MAX_STEP_BYTES = 24 << 20
+_MIN_STEPS = 32
 
 
 @dataclass(frozen=True)
@@ -125,8 +130,7 @@ class Engine:
                 yield from _tiles(group, plan.tile, output.elements_to_multiple(plan.tile * output.dtype.itemsize))
 
         self.monitor.start(stage, sum(map(bytes_to_read, self.groups)))
-        step_bytes = max(STEP_BYTES, plan.tile * max(map(_bytes_of_element, self.groups)))
-        fits = plan.threads * plan.arena + (plan.threads + READERS) * step_bytes <= self.budget
+        step_bytes, buffer_bytes = self._step_bytes(plan)
         files = (file for group in self.groups for vector in group.inputs for file in vector.files())
         steps = (
             [
@@ -137,8 +141,17 @@ class Engine:
             ]
             for step in _steps(tiles(), step_bytes)
         )
-        with ReadAhead(files if fits else (), steps, plan.threads, step_bytes) as ahead:
-            run_tiles(enumerate(_steps(tiles(), step_bytes)), work, plan, self.monitor, spare=self.spare)
+        with ReadAhead(files if buffer_bytes else (), steps, plan.threads, buffer_bytes) as ahead:
+            tasks = _steps(tiles(), step_bytes if ahead.is_reading else 0)
+            run_tiles(enumerate(tasks), work, plan, self.monitor, spare=self.spare)
+
+    def _step_bytes(self, plan: MemoryPlan) -> tuple[int, int]:
+        """Return how many bytes of contributions a step has, and how many of them are read ahead: those with memory."""
+        total, of_tile = sum(map(bytes_to_read, self.groups)), plan.tile * max(map(_bytes_of_element, self.groups))
+        step = max(STEP_BYTES, of_tile, min(_MAX_STEP_BYTES, total // _MIN_STEPS))
+        room = min(int(self.budget * _READ_AHEAD_SHARE), self.budget - plan.threads * plan.arena)
+        room //= plan.threads + READERS
+        return step, min(step, room) if room >= STEP_BYTES else 0
 
     def _tile_of(self, groups: Sequence[TensorGroup]) -> int | None:
         if self.tile_bytes is None or not groups:

@@ -51,13 +51,26 @@ def aggregate(paths: list[Path], *, is_cold: bool, **settings: object) -> bytes:
             path.read_bytes()
     out = paths[0].with_name("out")
     opened = {path.name: nvflare_lazy.open(path) for path in paths}
-    Aggregation(fsync=False, tile_size="32KiB", **settings).run(opened, out)
+    Aggregation(**{"fsync": False, "tile_size": "32KiB", **settings}).run(opened, out)
     return out.read_bytes()
 
 
 @pytest.mark.parametrize("rule", ["mean", "median", "krum"])
 def test_the_same_bytes(paths: list[Path], rule: str) -> None:
     assert aggregate(paths, is_cold=True, rule=rule) == aggregate(paths, is_cold=False, rule=rule)
+
+
+def test_buffers_that_are_too_small(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some contributions of a step are read ahead, and the others by the threads that need them."""
+    expected = aggregate(paths, is_cold=False)
+    read = []
+    read_tile = InputVector.read
+    monkeypatch.setattr(InputVector, "read", lambda *args: (read.append(args), read_tile(*args)))
+    assert aggregate(paths, is_cold=True, tile_size="1MiB", threads=1, memory_budget="16MiB") == expected
+    seldom = len(read)
+    read.clear()
+    assert aggregate(paths, is_cold=False, tile_size="1MiB", threads=1, memory_budget="16MiB") == expected
+    assert 0 < seldom < len(read)
 
 
 def test_tiles_that_were_read_ahead(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
