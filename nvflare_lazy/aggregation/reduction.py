@@ -94,9 +94,10 @@ class LinearCombination(Reduction):
         members = len(tile.group.members)
         weights = self._weights(tile.group.members)
 
-        def read(index: int) -> torch.Tensor:
+        def read_any(index: int) -> torch.Tensor:
             return tile.read(index) if index < members else tile.read_reference()
 
+        read = read_any if self._has_reference else tile.read
         if self._noise is None or not tile.group.is_float:
             mean_into(out, read, weights, tile.arena)
         else:

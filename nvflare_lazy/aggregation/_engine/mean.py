@@ -231,21 +231,25 @@ class _Mean:
         """
         flag = inexact_flag() if track_rounding and self._weights.whole else None
         exact = flag is not None
-        total = self.sum
-        with self._spare(total.numel()) as term:
-            for number, (index, factor) in enumerate(self._weights.terms):
-                values = self._read(index)
-                if flag is not None:
-                    flag.clear()
-                # Whether multiply-and-add rounds once or twice depends on the position of an element in a tile, so it
-                # is used only if the product is exact.
-                is_fused = self._weights.fused(values.dtype)[number]
-                add_term(total, term, values, factor, is_first=number == 0, is_fused=is_fused)
-                exact = exact and flag is not None and not flag.is_up()
-            if not self._weights.terms:
-                total.zero_()
-            if exact and self._out.dtype not in FLOATS and total.numel():
-                exact = bool(torch.abs(total, out=term).amax() < _MAX_EXACT_INTEGER)
+        total, weights = self.sum, self._weights
+        mark = self._arena.mark()
+        term = self._arena.take(torch.float64, total.numel())
+        dtype, fused = None, [False]
+        for number, (index, factor) in enumerate(weights.terms):
+            values = self._read(index)
+            if values.dtype is not dtype:
+                dtype, fused = values.dtype, weights.fused(values.dtype)
+            if flag is not None:
+                flag.clear()
+            # Whether multiply-and-add rounds once or twice depends on the position of an element in a tile, so it is
+            # used only if the product is exact.
+            add_term(total, term, values, factor, number == 0, fused[number])
+            exact = exact and flag is not None and not flag.is_up()
+        if not weights.terms:
+            total.zero_()
+        if exact and self._out.dtype not in FLOATS and total.numel():
+            exact = bool(torch.abs(total, out=term).amax() < _MAX_EXACT_INTEGER)
+        self._arena.release(mark)
         return exact
 
     def divide(self) -> torch.Tensor:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from nvflare_lazy.aggregation._engine.memory_plan import Arena, MemoryPlan, SpareMemory
+    from nvflare_lazy.aggregation._engine.read_ahead import Loaded
     from nvflare_lazy.aggregation._engine.tile import NonFinitePolicy, TensorGroup
     from nvflare_lazy.aggregation._engine.tile_io import TensorWriter
     from nvflare_lazy.aggregation._engine.tile_pool import PassMonitor
@@ -112,16 +113,20 @@ class Engine:
             longest=max(group.numel for group in self.groups),
         )
 
-        def work(task: tuple[int, list[_Range]], arena: Arena) -> None:
+        def reduce_tile(task: _Range, arena: Arena, loaded: Loaded | None = None) -> None:
+            group, start, end = task
+            mark = arena.mark()
+            tile = Tile(group, start, end - start, arena, self.non_finite, loaded)
+            out, buffer = arena.take_buffer(group.inputs[0].dtype, tile.count)
+            reduction.reduce(tile, out)
+            outputs[group.index].write(start, buffer)
+            self.monitor.advance(tile.nbytes)
+            arena.release(mark)
+
+        def reduce_step(task: tuple[int, list[_Range]], arena: Arena) -> None:
             with ahead.step(task[0]) as loaded:
-                for group, start, end in task[1]:
-                    mark = arena.mark()
-                    tile = Tile(group, start, end - start, arena, self.non_finite, loaded)
-                    out, buffer = arena.take_buffer(group.inputs[0].dtype, tile.count)
-                    reduction.reduce(tile, out)
-                    outputs[group.index].write(start, buffer)
-                    self.monitor.advance(tile.nbytes)
-                    arena.release(mark)
+                for each in task[1]:
+                    reduce_tile(each, arena, loaded)
 
         def tiles() -> Iterator[_Range]:
             # They end at multiples of their size in the file: the page cache has larger pages for aligned writes.
@@ -142,8 +147,11 @@ class Engine:
             for step in _steps(tiles(), step_bytes)
         )
         with ReadAhead(files if buffer_bytes else (), steps, plan.threads, buffer_bytes) as ahead:
-            tasks = _steps(tiles(), step_bytes if ahead.is_reading else 0)
-            run_tiles(enumerate(tasks), work, plan, self.monitor, spare=self.spare)
+            if ahead.is_reading:
+                tasks = enumerate(_steps(tiles(), step_bytes))
+                run_tiles(tasks, reduce_step, plan, self.monitor, spare=self.spare)
+            else:
+                run_tiles(tiles(), reduce_tile, plan, self.monitor, spare=self.spare)
 
     def _step_bytes(self, plan: MemoryPlan) -> tuple[int, int]:
         """Return how many bytes of contributions a step has, and how many of them are read ahead: those with memory."""

@@ -155,7 +155,7 @@ class Tile:
         """
         values, buffer = (self._values, self._bytes) if into is None else into
         contributor = self.group.contributors[index]
-        found = self._find(index)
+        found = self._find(index) if self._loaded else None
         if found is not None:
             values = found if into is None else values.copy_(found)
         else:
@@ -171,8 +171,7 @@ class Tile:
 
     def _find(self, index: int) -> torch.Tensor | None:
         """Return the elements of a member if they have been read ahead."""
-        if not self._loaded:
-            return None
+        assert self._loaded is not None
         vector = self.group.inputs[index]
         places = vector.file_ranges(self.start, self.count)
         raw = self._loaded.find(places[0]) if len(places) == 1 else None

@@ -75,6 +75,7 @@ class InputVector:
         self.numel = self.nbytes // self.dtype.itemsize
         self._borrowed = ExitStack()
         self._places: list[tuple[int, int] | None] = [None] * len(sources)
+        self._only_place: tuple[int, int] | None = None
 
     def sources(self, start: int, count: int) -> list[ByteSource]:
         """Return the sources of `count` elements starting at `start`, for `over`."""
@@ -109,15 +110,20 @@ class InputVector:
                         numbers[file] = borrowed.enter_context(file.descriptor())
                     self._places[index] = (numbers[file], offset)
             self._borrowed = borrowed.pop_all()
+        # The tensors of most files are one range.
+        self._only_place = self._places[0] if len(self._places) == 1 else None
         return self
 
     def __exit__(self, *error: object) -> None:
         self._places = [None] * len(self._sources)
+        self._only_place = None
         self._borrowed.close()
 
     def read(self, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the elements starting at `start`."""
         offset, done = start * self.dtype.itemsize, 0
+        if self._only_place is not None and _read_at_once(self._only_place, buffer, offset):
+            return
         index = bisect_right(self._ends, offset)
         while done < len(buffer):
             source, end = self._sources[index], self._ends[index]
