@@ -15,7 +15,7 @@ import stat
 import threading
 import weakref
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from nvflare_lazy.errors import DiskFullError, SaveError
 
@@ -118,13 +118,18 @@ class AtomicFile:
         """Write all of `data` at `offset`; from many threads, if they like."""
         view = memoryview(data).cast("B")
         done = 0
-        with self.descriptor() as fd:
+        fd = self._borrow()
+        try:
             while done < len(view):
                 done += os.pwrite(fd, view[done : done + _MAX_WRITE_BYTES], offset + done)
             self._unflushed += done
             if self.fsync and self._unflushed >= _FLUSH_BYTES:
                 self._unflushed = 0
                 begin_writeback(fd)
+        except OSError as error:
+            self._raise(error)
+        finally:
+            self._give_back()
 
     def sync(self) -> None:
         """Wait until the written data is on the disk."""
@@ -184,26 +189,36 @@ class AtomicFile:
     @contextmanager
     def descriptor(self) -> Iterator[int]:
         """Lend the descriptor: it stays open until the block is left. A full disk raises `DiskFullError` there."""
+        fd = self._borrow()
+        try:
+            yield fd
+        except OSError as error:
+            self._raise(error)
+        finally:
+            self._give_back()
+
+    def _borrow(self) -> int:
         with self._lock:
             if self._closed or self._published:
                 raise SaveError(f"{self.path}: a write after the save ended or was cancelled")
             self._users += 1
-        try:
-            yield self._fd
-        except OSError as error:
-            if error.errno not in OUT_OF_SPACE:
-                raise
-            raise DiskFullError(
-                error.errno,
-                f"no space for {self.path} ({error.strerror}), nothing was written; free some space, or save elsewhere",
-            ) from error
-        finally:
-            with self._lock:
-                self._users -= 1
-                last = self._closed and not self._users
-            if last:
-                # Closed under a running write, the number could be another file's by now.
-                self._discard()
+        return self._fd
+
+    def _raise(self, error: OSError) -> NoReturn:
+        if error.errno not in OUT_OF_SPACE:
+            raise error
+        raise DiskFullError(
+            error.errno,
+            f"no space for {self.path} ({error.strerror}), nothing was written; free some space, or save elsewhere",
+        ) from error
+
+    def _give_back(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._closed and not self._users
+        if last:
+            # Closed under a running write, the number could be another file's by now.
+            self._discard()
 
     def __enter__(self) -> Self:
         return self

@@ -148,11 +148,15 @@ class StreamingWriter:
             data: The bytes, row-major and little-endian.
         """
         view = memoryview(data).cast("B")
-        with self._record_failure():
+        try:
             slot = self._slot(name, offset, offset + len(view))
             if view:
                 self._file(slot.shard).write_at(view, slot.stored.offset + offset)
             self._record_written(name, slot, offset, offset + len(view))
+        except Exception as error:
+            # As `_record_failure` does, but in the time of a write of a small tile.
+            self._failure = error
+            raise
 
     def position(self, name: str) -> int:
         """Return where in its file the first byte of a tensor goes."""
