@@ -15,7 +15,7 @@ import stat
 import threading
 import weakref
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from nvflare_lazy.errors import DiskFullError, SaveError
 
@@ -127,7 +127,9 @@ class AtomicFile:
                 self._unflushed = 0
                 begin_writeback(fd)
         except OSError as error:
-            self._raise(error)
+            if error.errno in OUT_OF_SPACE:
+                raise self._disk_full(error) from error
+            raise
         finally:
             self._give_back()
 
@@ -193,7 +195,9 @@ class AtomicFile:
         try:
             yield fd
         except OSError as error:
-            self._raise(error)
+            if error.errno in OUT_OF_SPACE:
+                raise self._disk_full(error) from error
+            raise
         finally:
             self._give_back()
 
@@ -204,13 +208,11 @@ class AtomicFile:
             self._users += 1
         return self._fd
 
-    def _raise(self, error: OSError) -> NoReturn:
-        if error.errno not in OUT_OF_SPACE:
-            raise error
-        raise DiskFullError(
+    def _disk_full(self, error: OSError) -> DiskFullError:
+        return DiskFullError(
             error.errno,
             f"no space for {self.path} ({error.strerror}), nothing was written; free some space, or save elsewhere",
-        ) from error
+        )
 
     def _give_back(self) -> None:
         with self._lock:

@@ -35,8 +35,8 @@ _Range: TypeAlias = "tuple[TensorGroup, int, int]"
 
 # Statistics are summed in stretches of this number of elements, one after the other, for every tile size.
 STRETCH = 128 * BLOCK
-# Reading ahead may take this share of the budget. A median of 16 contributors took 27 % less time with steps of 24 MiB
-# than of 8 MiB. In a small model, steps are smaller: until the first one has been read, nothing is computed.
+# Reading ahead may take this share of the budget. A median of 16 contributors took a quarter less time with steps of 24
+# MiB than of 8 MiB. In a small model, steps are smaller: until the first one has been read, nothing is computed.
 _READ_AHEAD_SHARE = 1 / 2
 _MAX_STEP_BYTES = 24 << 20
 _MIN_STEPS = 32

@@ -154,7 +154,7 @@ class StreamingWriter:
                 self._file(slot.shard).write_at(view, slot.stored.offset + offset)
             self._record_written(name, slot, offset, offset + len(view))
         except Exception as error:
-            # As `_record_failure` does, but in the time of a write of a small tile.
+            # The same as `_record_failure`, whose generator would be run for every tile of an aggregation.
             self._failure = error
             raise
 
